@@ -1,0 +1,305 @@
+"""Artifact: a folder with a manifest, a content digest and parents; written atomically, opened strictly.
+
+``manifest.json`` holds ``kind``, ``format``, ``digest``, ``parents``, ``record``, ``files``, ``created``, ``versions``.
+The digest is the sha256 of the canonical JSON (sorted keys, no spaces, UTF-8) of {kind, format, parents, record,
+files that are not evidence}: the same inputs give the same digest, whatever the clock said. Times, memory figures and
+logs are *evidence*: hashed in the manifest, outside the digest.
+
+A file's hash is the sha256 over the concatenated sha256 digests of its 64 MiB chunks, so that chunks can be hashed in
+parallel with reading and checked one by one on resume.
+
+A writer works in a temporary sibling folder and renames it last, so a half-written artifact can never be opened; an
+advisory lock on a sibling file keeps two processes from writing one folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import shutil
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path, PurePosixPath
+from types import TracebackType
+from typing import Any, BinaryIO
+
+from pydantic import ValidationError
+
+from calib.errors import ArtifactError
+from calib.scheme import Frozen
+
+CHUNK = 64 * 1024 * 1024
+MANIFEST = "manifest.json"
+KINDS = frozenset({"calibration-set", "quantized-checkpoint", "engine", "eval-report", "latency-sweep", "baseline",
+                   "search", "drafter", "verdict", "release"})
+_VERSIONED = ("torch", "triton", "transformers", "nvidia-modelopt", "lm_eval", "numpy")
+
+
+class FileEntry(Frozen):
+    """One file of an artifact: chunked sha256 (hex), size in bytes, and whether it is evidence only."""
+
+    sha256: str
+    bytes: int
+    evidence: bool = False
+
+
+class Manifest(Frozen):
+    """The content of manifest.json. ``files`` maps relative POSIX paths to entries."""
+
+    kind: str
+    format: int
+    digest: str
+    parents: list[str]
+    record: dict[str, Any]
+    files: dict[str, FileEntry]
+    created: str
+    versions: dict[str, str]
+
+
+def canonical_json(value: Any) -> bytes:
+    """Sorted keys, no spaces, UTF-8; NaN and infinity are refused."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False).encode()
+
+
+def sha256_hex(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def file_sha256(path: Path) -> str:
+    """sha256 over the sha256 digests of the file's 64 MiB chunks (an empty file has one empty chunk)."""
+    whole = hashlib.sha256()
+    with path.open("rb") as file:
+        chunk = file.read(CHUNK)
+        whole.update(hashlib.sha256(chunk).digest())
+        while chunk := file.read(CHUNK):
+            whole.update(hashlib.sha256(chunk).digest())
+    return whole.hexdigest()
+
+
+def digest_of(kind: str, format: int, parents: Sequence[str], record: Mapping[str, Any],
+              files: Mapping[str, FileEntry]) -> str:
+    content = {name: {"sha256": entry.sha256, "bytes": entry.bytes} for name, entry in files.items()
+               if not entry.evidence}
+    return sha256_hex(canonical_json({"kind": kind, "format": format, "parents": list(parents),
+                                      "record": dict(record), "files": content}))
+
+
+def installed_versions() -> dict[str, str]:
+    """Versions of Python and of the packages that numbers may depend on; absent packages are left out."""
+    found = {"python": platform.python_version()}
+    for name in _VERSIONED:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Write a file next to its place, flush it to disk, then rename it there."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _safe_name(name: str) -> str:
+    pure = PurePosixPath(name)
+    if pure.is_absolute() or ".." in pure.parts or not pure.parts or "\\" in name or str(pure) != name:
+        raise ArtifactError(f"file path {name!r} leaves its artifact",
+                            "Paths in a manifest are relative, without '..'.")
+    return name
+
+
+def _scan(folder: Path) -> dict[str, Path]:
+    found: dict[str, Path] = {}
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        if path.is_symlink():
+            raise ArtifactError(f"{name} in {folder} is a link", "Artifacts hold files only; copy the target instead.")
+        if path.is_file() and name != MANIFEST:
+            found[name] = path
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Artifact:
+    """An opened, complete artifact. Opening checks names, sizes and the digest; ``verify`` re-reads every byte."""
+
+    path: Path
+    manifest: Manifest
+
+    @property
+    def kind(self) -> str:
+        return self.manifest.kind
+
+    @property
+    def digest(self) -> str:
+        return self.manifest.digest
+
+    @property
+    def record(self) -> dict[str, Any]:
+        return self.manifest.record
+
+    @property
+    def parents(self) -> list[str]:
+        return self.manifest.parents
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all files, the manifest excluded."""
+        return sum(entry.bytes for entry in self.manifest.files.values())
+
+    def file(self, name: str) -> Path:
+        if name not in self.manifest.files:
+            raise ArtifactError(f"{self.path} has no file {name!r}", "Its manifest does not list it; rebuild it.")
+        return self.path / _safe_name(name)
+
+    @classmethod
+    def open(cls, path: Path | str, kind: str | None = None, format: int | None = None) -> Artifact:
+        """Strict open: ArtifactError names what is missing, resized, unlisted or of another kind."""
+        path = Path(path)
+        manifest_path = path / MANIFEST
+        if not manifest_path.is_file():
+            raise ArtifactError(f"{path} is not an artifact: no {MANIFEST}",
+                                "Give the folder that a toolkit command wrote with --out.")
+        try:
+            manifest = Manifest.model_validate_json(manifest_path.read_bytes())
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(str(part) for part in first["loc"]) or "document"
+            raise ArtifactError(f"{manifest_path} is damaged: {place}: {first['msg']}", "Make the artifact again."
+                                ) from error
+        if kind is not None and manifest.kind != kind:
+            raise ArtifactError(f"{path} is a {manifest.kind}, not a {kind}", f"Give the folder of a {kind}.")
+        if format is not None and manifest.format != format:
+            raise ArtifactError(f"{path} has format {manifest.format} of {manifest.kind}; this toolkit reads {format}",
+                                "Make it again with this version of the toolkit.")
+        artifact = cls(path, manifest)
+        artifact._check_names_and_sizes()
+        expected = digest_of(manifest.kind, manifest.format, manifest.parents, manifest.record, manifest.files)
+        if expected != manifest.digest:
+            raise ArtifactError(f"{manifest_path} says digest {manifest.digest[:12]} but its content gives "
+                                f"{expected[:12]}", "The manifest was changed after writing; make the artifact again.")
+        return artifact
+
+    def _check_names_and_sizes(self) -> None:
+        present = _scan(self.path)
+        for name, entry in self.manifest.files.items():
+            _safe_name(name)
+            if name not in present:
+                raise ArtifactError(f"{self.path / name} is missing", "Copy the artifact again, or make it again.")
+            found = present[name].stat().st_size
+            if found != entry.bytes:
+                raise ArtifactError(f"{self.path / name} has {found} bytes, its manifest says {entry.bytes}",
+                                    "The file is truncated or changed; copy the artifact again.")
+        extra = sorted(set(present) - set(self.manifest.files))
+        if extra:
+            raise ArtifactError(f"{self.path} holds a file that its manifest does not list: {extra[0]}",
+                                "Remove it, or make the artifact again.")
+
+    def verify(self) -> list[str]:
+        """Re-hash every file, chunks of different files in parallel. Returns the names of files that changed."""
+        names = list(self.manifest.files)
+        with ThreadPoolExecutor(max_workers=min(8, max(1, len(names)))) as pool:
+            hashes = list(pool.map(lambda name: file_sha256(self.path / name), names))
+        return [name for name, found in zip(names, hashes, strict=True) if found != self.manifest.files[name].sha256]
+
+
+class ArtifactWriter:
+    """Context manager: fill ``folder``, set ``record``; leaving without an error publishes the artifact at ``path``.
+
+    An existing artifact at ``path`` is replaced only with ``replace=True``; a folder that is no artifact never is.
+    """
+
+    def __init__(self, path: Path | str, kind: str, format: int = 1, parents: Sequence[str] = (), *,
+                 replace: bool = False) -> None:
+        if kind not in KINDS:
+            raise ValueError(f"unknown artifact kind {kind!r}")
+        self.path = Path(path).absolute()
+        self.kind, self.format, self.parents, self.replace = kind, format, list(parents), replace
+        self.record: dict[str, Any] = {}
+        self.folder = self.path.with_name(f".{self.path.name}.partial")
+        self.artifact: Artifact | None = None
+        self._evidence: set[str] = set()
+        self._lock: BinaryIO | None = None
+
+    def evidence(self, name: str) -> Path:
+        """The place for a file that is hashed but stays outside the digest (times, memory, logs)."""
+        self._evidence.add(_safe_name(name))
+        place = self.folder / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        return place
+
+    def __enter__(self) -> ArtifactWriter:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = self.path.with_name(f".{self.path.name}.lock").open("wb")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._lock.close()
+            raise ArtifactError(f"another process is writing {self.path}", "Wait for it, or choose another folder."
+                                ) from error
+        try:
+            self._refuse_or_clear()
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder.mkdir()
+        except BaseException:
+            self._unlock()
+            raise
+        return self
+
+    def _refuse_or_clear(self) -> None:
+        if not self.path.exists():
+            return
+        empty = self.path.is_dir() and not any(self.path.iterdir())
+        if not empty and not (self.replace and (self.path / MANIFEST).is_file()):
+            raise ArtifactError(f"{self.path} already exists", "Choose another folder, or remove that one first.")
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        try:
+            if error is None:
+                self.artifact = self._publish()
+        except OSError as fault:
+            raise ArtifactError(f"cannot write {self.path}: {fault.strerror or fault}",
+                                "Free disk space or choose another folder; nothing half-written was left.") from fault
+        finally:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self._unlock()
+        if isinstance(error, OSError):
+            raise ArtifactError(f"cannot write {self.path}: {error.strerror or error}",
+                                "Free disk space or choose another folder; nothing half-written was left.") from error
+
+    def _publish(self) -> Artifact:
+        files = {name: FileEntry(sha256=file_sha256(path), bytes=path.stat().st_size, evidence=name in self._evidence)
+                 for name, path in _scan(self.folder).items()}
+        digest = digest_of(self.kind, self.format, self.parents, self.record, files)
+        manifest = Manifest(kind=self.kind, format=self.format, digest=digest, parents=self.parents,
+                            record=self.record, files=files, versions=installed_versions(),
+                            created=datetime.now(UTC).isoformat(timespec="seconds"))
+        write_atomic(self.folder / MANIFEST, manifest.model_dump_json(indent=1).encode())
+        if self.path.exists():
+            old = self.path.with_name(f".{self.path.name}.old")
+            shutil.rmtree(old, ignore_errors=True)
+            self.path.rename(old)
+            self.folder.rename(self.path)
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            self.folder.rename(self.path)
+        return Artifact.open(self.path, self.kind)
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None

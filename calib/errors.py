@@ -1,0 +1,55 @@
+"""The root of every error a person is meant to read.
+
+An error says what is wrong together with the value that was found (``message``) and what to do about it (``hint``).
+The command line prints exactly these two lines; ``--json`` prints ``{"error": {"code", "message", "hint"}}``.
+Each room has a small family of its own below ``ToolkitError``; ``exit_code`` follows the command line's contract:
+2 usage or configuration, 4 environment (no device, file, package or run).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+USAGE = 2
+ENVIRONMENT = 4
+
+
+class ToolkitError(Exception):
+    """A fault with a mend. ``code`` is a stable snake_case word for machines."""
+
+    code = "error"
+    exit_code = USAGE
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message}\n{self.hint}" if self.hint else self.message
+
+
+class ArtifactError(ToolkitError):
+    """A folder that is not the artifact it should be: missing, half-written, changed, or of another kind."""
+
+    code = "artifact"
+    exit_code = ENVIRONMENT
+
+
+class CalibError(ToolkitError):
+    """Something in calibration cannot be done, or was done and came out wrong."""
+
+    code = "calibration"
+
+
+class UnknownNameError(ToolkitError):
+    """A name that is not on the list; the hint names near matches and the list."""
+
+    code = "unknown_name"
+
+    def __init__(self, what: str, name: str, known: Iterable[str]) -> None:
+        names = sorted(known)
+        near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+        meant = f"Did you mean {near[0]!r}? " if near else ""
+        super().__init__(f"unknown {what} {name!r}", f"{meant}Known: {', '.join(names) or 'none'}.")
