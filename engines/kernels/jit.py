@@ -1,0 +1,173 @@
+"""The small device-side words that every kernel file speaks. One place, no copies.
+
+Rules they carry:
+
+* **Arithmetic is float32.** A loaded bf16/fp16/fp8/int8 value goes through ``.to(tl.float32)`` before any sum. (bf16
+  arithmetic is also wrong in Triton's interpreter, which the CPU tests use.)
+* **PDL** (programmatic dependent launch): the next kernel of a stream may start while the previous one still runs.
+  ``pdl_launch`` says "start them now", ``pdl_wait`` says "from here on I read what kernels before me wrote". The wait
+  covers *all* earlier kernels, as each of them waited too. Only constants (weights, tables) may be read before it, and
+  nothing may be written before it. Both vanish when ``PDL`` is False (and must be False in the interpreter).
+* **Quantized activations** always carry the scale that *multiplies* the code: ``value = code * scale``.
+
+  ==============  ===============================  ==========================
+  mode            scale                            where it lies
+  ==============  ===============================  ==========================
+  NONE            none (bf16, fp16 or fp32 out)
+  FP8_STATIC      given ``input_scale`` [] f32     read, not written
+  FP8_TOKEN       amax(row) / 448                  ``scales`` [m] f32
+  INT8_TOKEN      amax(row) / 127                  ``scales`` [m] f32
+  INT8_GROUP      amax(group of the row) / 127     ``scales`` [m, n/group] f32
+  ==============  ===============================  ==========================
+
+  Codes: fp8 e4m3 saturating at +-448 (NaN stays NaN), int8 round-half-even in [-127, 127]. An all-zero row gets the
+  scale of the smallest amax (1e-12), so no division by zero and codes 0.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from engines.kernels.impl import KernelConfig
+
+__all__ = ["INTERPRETED", "ActQuant", "clamp_fp8", "dot_i8x4", "launch_options", "next_pow2", "pdl_launch", "pdl_wait",
+           "round_even", "scale_of", "store_act", "tanh", "to_fp8", "to_int8"]
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+"""True when kernels run in Triton's interpreter (no GPU): no inline asm, no PDL, no bf16 dot."""
+
+
+class ActQuant(IntEnum):
+    """How a kernel's epilogue stores an activation (module docstring). Passed as the constexpr ``QUANT``."""
+
+    NONE = 0
+    FP8_STATIC = 1
+    FP8_TOKEN = 2
+    INT8_TOKEN = 3
+    INT8_GROUP = 4
+
+    @property
+    def per_token(self) -> bool:
+        return self in (ActQuant.FP8_TOKEN, ActQuant.INT8_TOKEN)
+
+
+_NONE = tl.constexpr(0)
+_FP8_STATIC = tl.constexpr(1)
+_FP8_TOKEN = tl.constexpr(2)
+_INT8_TOKEN = tl.constexpr(3)
+_INT8_GROUP = tl.constexpr(4)
+
+
+def next_pow2(n: int) -> int:
+    """The smallest power of two >= n (1 for n <= 1)."""
+    return 1 << max(0, n - 1).bit_length()
+
+
+def launch_options(config: KernelConfig) -> dict[str, Any]:
+    """Launch keywords of a config: ``PDL`` is the kernel's constexpr, ``launch_pdl`` the launch attribute."""
+    options: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages, "PDL": config.pdl}
+    if config.pdl:
+        options["launch_pdl"] = True
+    return options
+
+
+@triton.jit
+def pdl_launch(PDL: tl.constexpr):
+    """Let the dependent kernels start (they still wait before reading what we write)."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def pdl_wait(PDL: tl.constexpr):
+    """Wait until all earlier kernels of the stream have finished and their writes are visible."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def tanh(x):
+    """tanh by exp; saturates correctly at both ends (exp overflows to inf -> 1, underflows to 0 -> -1)."""
+    return 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
+
+
+@triton.jit
+def round_even(x):
+    """Round to nearest, ties to even, for |x| < 2**22: adding 1.5 * 2**23 leaves no fraction bits in a float32."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def clamp_fp8(x):
+    """Into the finite range of e4m3; NaN passes through, so that a fault stays visible."""
+    x = tl.minimum(x, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    return tl.maximum(x, -448.0, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def to_fp8(x):
+    """float32 -> e4m3, saturating."""
+    return clamp_fp8(x).to(tl.float8e4nv)
+
+
+@triton.jit
+def to_int8(x):
+    """float32 -> int8 in [-127, 127], ties to even."""
+    return round_even(tl.minimum(tl.maximum(x, -127.0), 127.0)).to(tl.int8)
+
+
+@triton.jit
+def scale_of(amax, QMAX: tl.constexpr):
+    """The scale that maps ``amax`` to the largest code."""
+    return tl.maximum(amax, 1e-12) / QMAX
+
+
+@triton.jit
+def dot_i8x4(a, b, c, ASM: tl.constexpr):
+    """c + dot of the four int8 lanes of int32 words a and b: ``dp4a`` on CUDA, shifts elsewhere (same integers)."""
+    if ASM:
+        r = tl.inline_asm_elementwise("dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=tl.int32,
+                                      is_pure=True, pack=1)
+    else:
+        r = c
+        for i in tl.static_range(4):
+            r += ((a << (24 - 8 * i)) >> 24) * ((b << (24 - 8 * i)) >> 24)
+    return r
+
+
+@triton.jit
+def store_act(y, amax, row, cols, mask, out_ptr, out_stride, scales_ptr, scales_stride, input_scale_ptr,
+              QUANT: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    """Epilogue: store ``y`` [BLOCK] float32 (zero where masked off) as columns ``cols`` of ``row``, quantized by QUANT.
+
+    ``amax`` is the amax of the whole row: read by the per-token modes only (others pass 0.0). ``cols`` must be a
+    contiguous run that starts at a multiple of GROUP for INT8_GROUP, and GROUP must divide BLOCK and the row.
+    ``out_stride`` and ``scales_stride`` are the rows' strides; offsets are int64.
+    """
+    base = out_ptr + tl.cast(row, tl.int64) * out_stride
+    if QUANT == _NONE:
+        tl.store(base + cols, y.to(out_ptr.dtype.element_ty), mask=mask)
+    elif QUANT == _FP8_STATIC:
+        inverse = 1.0 / tl.load(input_scale_ptr)
+        tl.store(base + cols, to_fp8(y * inverse), mask=mask)
+    elif QUANT == _FP8_TOKEN:
+        scale = scale_of(amax, 448.0)
+        tl.store(base + cols, to_fp8(y * (1.0 / scale)), mask=mask)
+        tl.store(scales_ptr + row, scale)
+    elif QUANT == _INT8_TOKEN:
+        scale = scale_of(amax, 127.0)
+        tl.store(base + cols, to_int8(y * (1.0 / scale)), mask=mask)
+        tl.store(scales_ptr + row, scale)
+    else:
+        tl.static_assert(QUANT == _INT8_GROUP, "unknown QUANT")
+        tl.static_assert(BLOCK % GROUP == 0, "GROUP must divide BLOCK")
+        grouped = tl.reshape(y, (BLOCK // GROUP, GROUP))
+        scale = scale_of(tl.max(tl.abs(grouped), 1), 127.0)
+        codes = tl.reshape(to_int8(grouped * (1.0 / scale)[:, None]), (BLOCK,))
+        tl.store(base + cols, codes, mask=mask)
+        groups = tl.min(cols, 0) // GROUP + tl.arange(0, BLOCK // GROUP)
+        tl.store(scales_ptr + tl.cast(row, tl.int64) * scales_stride + groups, scale, mask=groups < scales_stride)
