@@ -5,7 +5,7 @@ Rules they carry:
 * **Arithmetic is float32.** A loaded bf16/fp16/fp8/int8 value goes through ``.to(tl.float32)`` before any sum. (bf16
   arithmetic is also wrong in Triton's interpreter, which the CPU tests use.)
 * **PDL** (programmatic dependent launch): the next kernel of a stream may start while the previous one still runs.
-  ``pdl_launch`` says "start them now", ``pdl_wait`` says "from here on I read what kernels before me wrote". The wait
+  ``gdc_launch`` says "start them now", ``gdc_wait`` says "from here on I read what kernels before me wrote". The wait
   covers *all* earlier kernels, as each of them waited too. Only constants (weights, tables) may be read before it, and
   nothing may be written before it. Both vanish when ``PDL`` is False (and must be False in the interpreter).
 * **Quantized activations** always carry the scale that *multiplies* the code: ``value = code * scale``.
@@ -34,11 +34,13 @@ import triton.language as tl
 
 from engines.kernels.impl import KernelConfig
 
-__all__ = ["INTERPRETED", "ActQuant", "clamp_fp8", "dot_i8x4", "launch_options", "next_pow2", "pdl_launch", "pdl_wait",
+__all__ = ["HAS_ASM", "INTERPRETED", "ActQuant", "clamp_fp8", "dp4a", "launch_options", "next_pow2", "gdc_launch", "gdc_wait",
            "round_even", "scale_of", "store_act", "tanh", "to_fp8", "to_int8"]
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """True when kernels run in Triton's interpreter (no GPU): no inline asm, no PDL, no bf16 dot."""
+HAS_ASM = not INTERPRETED
+"""What launchers pass as the constexpr ``ASM``."""
 
 
 class ActQuant(IntEnum):
@@ -76,58 +78,58 @@ def launch_options(config: KernelConfig) -> dict[str, Any]:
 
 
 @triton.jit
-def pdl_launch(PDL: tl.constexpr):
+def gdc_launch(PDL: tl.constexpr) -> None:
     """Let the dependent kernels start (they still wait before reading what we write)."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
 
 @triton.jit
-def pdl_wait(PDL: tl.constexpr):
+def gdc_wait(PDL: tl.constexpr) -> None:
     """Wait until all earlier kernels of the stream have finished and their writes are visible."""
     if PDL:
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
-def tanh(x):
+def tanh(x) -> tl.tensor:
     """tanh by exp; saturates correctly at both ends (exp overflows to inf -> 1, underflows to 0 -> -1)."""
     return 1.0 - 2.0 / (tl.exp(2.0 * x) + 1.0)
 
 
 @triton.jit
-def round_even(x):
+def round_even(x) -> tl.tensor:
     """Round to nearest, ties to even, for |x| < 2**22: adding 1.5 * 2**23 leaves no fraction bits in a float32."""
     return (x + 12582912.0) - 12582912.0
 
 
 @triton.jit
-def clamp_fp8(x):
+def clamp_fp8(x) -> tl.tensor:
     """Into the finite range of e4m3; NaN passes through, so that a fault stays visible."""
     x = tl.minimum(x, 448.0, propagate_nan=tl.PropagateNan.ALL)
     return tl.maximum(x, -448.0, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def to_fp8(x):
+def to_fp8(x) -> tl.tensor:
     """float32 -> e4m3, saturating."""
     return clamp_fp8(x).to(tl.float8e4nv)
 
 
 @triton.jit
-def to_int8(x):
+def to_int8(x) -> tl.tensor:
     """float32 -> int8 in [-127, 127], ties to even."""
     return round_even(tl.minimum(tl.maximum(x, -127.0), 127.0)).to(tl.int8)
 
 
 @triton.jit
-def scale_of(amax, QMAX: tl.constexpr):
+def scale_of(amax, QMAX: tl.constexpr) -> tl.tensor:
     """The scale that maps ``amax`` to the largest code."""
     return tl.maximum(amax, 1e-12) / QMAX
 
 
 @triton.jit
-def dot_i8x4(a, b, c, ASM: tl.constexpr):
+def dp4a(a, b, c, ASM: tl.constexpr) -> tl.tensor:
     """c + dot of the four int8 lanes of int32 words a and b: ``dp4a`` on CUDA, shifts elsewhere (same integers)."""
     if ASM:
         r = tl.inline_asm_elementwise("dp4a.s32.s32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, c], dtype=tl.int32,
@@ -140,13 +142,13 @@ def dot_i8x4(a, b, c, ASM: tl.constexpr):
 
 
 @triton.jit
-def store_act(y, amax, row, cols, mask, out_ptr, out_stride, scales_ptr, scales_stride, input_scale_ptr,
-              QUANT: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+def store_act(y, amax, row, cols, mask, out_ptr, out_stride, scales_ptr, num_groups, input_scale_ptr,
+              QUANT: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr) -> None:
     """Epilogue: store ``y`` [BLOCK] float32 (zero where masked off) as columns ``cols`` of ``row``, quantized by QUANT.
 
     ``amax`` is the amax of the whole row: read by the per-token modes only (others pass 0.0). ``cols`` must be a
     contiguous run that starts at a multiple of GROUP for INT8_GROUP, and GROUP must divide BLOCK and the row.
-    ``out_stride`` and ``scales_stride`` are the rows' strides; offsets are int64.
+    ``out_stride`` is the rows' stride; group scales are contiguous [m, num_groups]; offsets are int64.
     """
     base = out_ptr + tl.cast(row, tl.int64) * out_stride
     if QUANT == _NONE:
@@ -170,4 +172,4 @@ def store_act(y, amax, row, cols, mask, out_ptr, out_stride, scales_ptr, scales_
         codes = tl.reshape(to_int8(grouped * (1.0 / scale)[:, None]), (BLOCK,))
         tl.store(base + cols, codes, mask=mask)
         groups = tl.min(cols, 0) // GROUP + tl.arange(0, BLOCK // GROUP)
-        tl.store(scales_ptr + tl.cast(row, tl.int64) * scales_stride + groups, scale, mask=groups < scales_stride)
+        tl.store(scales_ptr + tl.cast(row, tl.int64) * num_groups + groups, scale, mask=groups < num_groups)
