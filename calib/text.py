@@ -1,0 +1,245 @@
+"""Text to token ids and back: the tokenizer, the one BOS rule, the chat template.
+
+**BOS.** Whether a beginning-of-sequence token stands in front decides accuracy more than most quantization does (a
+missing or doubled BOS has cost 60 points on arc_easy). There is one rule and it lives here: ``encode`` puts a BOS in
+front iff ``bos=True`` *and* the model's own tokenizer adds one; a chat template owns its BOS, so ``chat`` adds none.
+No end token is ever added.
+
+**User text is text.** ``encode`` never turns the characters ``<|im_end|>`` into the control token. ``chat`` renders the
+model's template with every special string inside message contents masked, so that only the template can emit control
+tokens; contents are unmasked afterwards and encoded as ordinary characters.
+
+**The template is somebody else's program.** It runs in Jinja's immutable sandbox with bounded output, bounded
+repetition operators and a deadline. The clock is not offered to it (``strftime_now`` is undefined), because the same
+messages must give the same ids tomorrow.
+
+Only the ``tokenizers`` library is needed for a folder with a ``tokenizer.json``; older layouts are converted through
+transformers. torch is never imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import re
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import tokenizers
+
+from calib.artifact import canonical_json
+from calib.chat_template import ChatTemplate
+from calib.errors import CalibError
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+                   "chat_template.jinja", "chat_template.json")
+_GENERATION = "generation_config.json"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+@functools.cache
+def _byte_of_char() -> dict[str, int]:
+    """Byte-level BPE writes each byte as one printable character; this is the way back.
+
+    Printable Latin-1 bytes stand for themselves, the other 68 are numbered upwards from U+0100.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    table = {chr(byte): byte for byte in printable}
+    for offset, byte in enumerate(sorted(set(range(256)) - set(printable))):
+        table[chr(0x100 + offset)] = byte
+    return table
+
+
+def _read_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    if name not in files:
+        return {}
+    try:
+        value = json.loads(files[name])
+    except ValueError as error:
+        raise CalibError(f"{name} is not JSON: {error}", "Copy the model folder again.") from error
+    return value if isinstance(value, dict) else {}
+
+
+def _content(token: Any) -> str | None:
+    """A special token is written as a string or as {"content": ...}."""
+    if isinstance(token, dict):
+        token = token.get("content")
+    return token if isinstance(token, str) and token else None
+
+
+def _collect(folder: Path) -> dict[str, bytes]:
+    files = {name: (folder / name).read_bytes() for name in (*TOKENIZER_FILES, _GENERATION)
+             if (folder / name).is_file()}
+    if "tokenizer.json" in files:
+        return files
+    if not any((folder / name).is_file() for name in ("tokenizer.model", "vocab.json", "tokenizer_config.json")):
+        raise CalibError(f"{folder} has no tokenizer", "A model folder holds tokenizer.json beside config.json.")
+    return _converted(folder) | {name: data for name, data in files.items() if name == _GENERATION}
+
+
+def _converted(folder: Path) -> dict[str, bytes]:
+    """Let transformers turn an older tokenizer layout into tokenizer.json."""
+    from transformers import AutoTokenizer
+    with tempfile.TemporaryDirectory() as place:
+        try:
+            AutoTokenizer.from_pretrained(folder, trust_remote_code=False).save_pretrained(place)
+        except Exception as error:  # whatever a foreign tokenizer raises, the mend is the same
+            raise CalibError(f"the tokenizer in {folder} cannot be read: {str(error).splitlines()[0]}",
+                             "Save it once with transformers so that the folder has a tokenizer.json.") from error
+        files = {name: (Path(place) / name).read_bytes() for name in TOKENIZER_FILES
+                 if (Path(place) / name).is_file()}
+    if "tokenizer.json" not in files:
+        raise CalibError(f"the tokenizer in {folder} has no fast form", "Only tokenizers with a tokenizer.json work.")
+    return files
+
+
+class Tokenizer:
+    """A model's tokenizer. Immutable once opened and safe to share between threads."""
+
+    def __init__(self, files: Mapping[str, bytes], origin: str) -> None:
+        self._files = dict(files)
+        self._origin = origin
+        config = _read_json(files, "tokenizer_config.json")
+        names = _read_json(files, "special_tokens_map.json") | config
+        try:
+            self._marked = tokenizers.Tokenizer.from_buffer(files["tokenizer.json"])
+            self._plain = tokenizers.Tokenizer.from_buffer(files["tokenizer.json"])
+        except Exception as error:
+            raise CalibError(f"{origin}: tokenizer.json cannot be read: {error}",
+                             "Copy the model folder again.") from error
+        for backend in (self._marked, self._plain):
+            backend.no_truncation()
+            backend.no_padding()
+        self._plain.encode_special_tokens = True
+        self._byte_level = '"ByteLevel"' in json.dumps(json.loads(files["tokenizer.json"]).get("decoder"))
+        added = self._marked.get_added_tokens_decoder()
+        self._added = {index: token.content for index, token in added.items()}
+        self.special_ids: frozenset[int] = frozenset(index for index, token in added.items() if token.special)
+        self._bos, self._eos = _content(names.get("bos_token")), _content(names.get("eos_token"))
+        self.bos_id: int | None = self._marked.token_to_id(self._bos) if self._bos else None
+        self.eos_ids: tuple[int, ...] = self._find_eos_ids()
+        self.adds_bos: bool = self._find_adds_bos(config.get("add_bos_token"))
+        #: One more than the highest id. The model's embedding may be padded beyond it.
+        self.vocab_size: int = max(self._marked.get_vocab(with_added_tokens=True).values()) + 1
+        template = self._find_template(config)
+        self._template = None if template is None else ChatTemplate(template, origin)
+        self.template_sha256: str | None = (None if template is None
+                                            else hashlib.sha256(template.encode()).hexdigest())
+        #: sha256 over everything that decides ids: tokenizer, its configuration, the template, the end tokens.
+        self.digest: str = hashlib.sha256(canonical_json(
+            {"eos_ids": list(self.eos_ids), "files": {name: hashlib.sha256(data).hexdigest()
+                                                      for name, data in files.items() if name != _GENERATION}}
+        )).hexdigest()
+
+    @classmethod
+    def open(cls, folder: Path | str) -> Tokenizer:
+        """Open the tokenizer of a model, checkpoint or engine folder. CalibError when there is none or it is damaged."""
+        folder = Path(folder)
+        return cls(_collect(folder), str(folder))
+
+    def save(self, folder: Path | str) -> None:
+        """Write the tokenizer's files (and generation_config.json, which holds end tokens) into ``folder``."""
+        for name, data in self._files.items():
+            (Path(folder) / name).write_bytes(data)
+
+    def _find_eos_ids(self) -> tuple[int, ...]:
+        declared = _read_json(self._files, _GENERATION).get("eos_token_id")
+        found = set(declared) if isinstance(declared, list) else set() if declared is None else {declared}
+        if self._eos and (index := self._marked.token_to_id(self._eos)) is not None:
+            found.add(index)
+        return tuple(sorted(found))
+
+    def _find_adds_bos(self, declared: bool | None) -> bool:
+        if self.bos_id is None:
+            return False
+        return self._marked.encode("a").ids[:1] == [self.bos_id] if declared is None else declared
+
+    def _find_template(self, config: Mapping[str, Any]) -> str | None:
+        if "chat_template.jinja" in self._files:
+            return self._files["chat_template.jinja"].decode()
+        template = (_read_json(self._files, "chat_template.json") | dict(config)).get("chat_template")
+        if isinstance(template, list):  # several named templates: the one for plain chat
+            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        return template
+
+    def encode(self, text: str, *, bos: bool = True) -> list[int]:
+        """Token ids of plain text; special strings in it stay text. A BOS is added iff asked for and the model's own."""
+        ids = self._plain.encode(text, add_special_tokens=False).ids
+        return [cast(int, self.bos_id), *ids] if bos and self.adds_bos else ids
+
+    def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
+        """Text of token ids. An incomplete UTF-8 sequence gives U+FFFD. CalibError for an id outside the vocabulary."""
+        for index in ids:
+            if not 0 <= index < self.vocab_size:
+                raise CalibError(f"token id {index} is outside the vocabulary of {self.vocab_size}",
+                                 "The ids come from another model's tokenizer.")
+        return self._marked.decode(list(ids), skip_special_tokens=skip_special)
+
+    def id_to_bytes(self, index: int) -> bytes:
+        """The raw bytes that a token stands for (a token may be a piece of a character). b"" for an unused id.
+
+        A SentencePiece tokenizer's leading space is kept; ``decode`` drops it at the start of a text.
+        """
+        if index in self._added:
+            return self._added[index].encode()
+        token = self._marked.id_to_token(index)
+        if token is None:
+            return b""
+        if self._byte_level:
+            table = _byte_of_char()
+            return bytes(table[char] for char in token) if all(char in table for char in token) else token.encode()
+        if byte := _BYTE_TOKEN.fullmatch(token):
+            return bytes([int(byte[1], 16)])
+        return token.replace("\u2581", " ").encode()
+
+    @property
+    def has_template(self) -> bool:
+        return self._template is not None
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
+        """The chat template's text, for showing to a person. ``chat`` gives the ids."""
+        return self._chat_template().render(messages, self._template_names(), add_generation_prompt)
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
+        """Token ids of a conversation [{"role", "content"}, ...] under the model's template, which owns the BOS.
+
+        CalibError when the model has no template, refuses the messages, or exceeds the sandbox's bounds.
+        """
+        template = self._chat_template()
+        specials = [self._added[index] for index in sorted(self.special_ids)]
+        masked, originals = template.mask(messages, specials)
+        rendered = template.render(masked, self._template_names(), add_generation_prompt)
+        if not originals:
+            return self._marked.encode(rendered, add_special_tokens=False).ids
+        ids: list[int] = []
+        for piece in re.split("(" + "|".join(re.escape(s) for s in sorted(specials, key=len, reverse=True)) + ")",
+                              rendered):
+            if piece in specials:
+                ids.append(self._marked.token_to_id(piece))
+            elif piece:
+                for mark, original in originals.items():
+                    piece = piece.replace(mark, original)
+                ids += self._plain.encode(piece, add_special_tokens=False).ids
+        return ids
+
+    def _template_names(self) -> dict[str, Any]:
+        return {"bos_token": self._bos or "", "eos_token": self._eos or ""}
+
+    def _chat_template(self) -> ChatTemplate:
+        if self._template is None:
+            raise CalibError(f"{self._origin} has no chat template", "Use plain text, or an instruction-tuned model.")
+        return self._template
+
+
+def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
+    """CalibError unless the tokenizer can belong to a model whose embedding has ``vocab_size`` rows.
+
+    Embeddings are often padded, so some unused rows are normal; ids beyond the last row, or a tenth of the rows
+    without a token, mean another model's tokenizer.
+    """
+    if tokenizer.vocab_size > vocab_size or tokenizer.vocab_size < 0.9 * vocab_size:
+        raise CalibError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model's embedding {vocab_size} rows",
+                         "This is another model's tokenizer; put the model's own files beside config.json.")
