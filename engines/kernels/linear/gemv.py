@@ -1,0 +1,218 @@
+"""Matrix times one to four vectors: the decode step of a small batch, bound by reading the weights once.
+
+    out[t, r] = sum_c x[t, c] * weight[r, c]        t < m <= 4,  r < n,  c < k
+
+Layout. A program owns ``BLOCK_N`` rows and walks along k in tiles of ``BLOCK_K`` units. A unit is one 16-bit element
+("float") or one 32-bit word of four 8-bit codes (all other kinds), so that a thread's four words are one 16-byte load::
+
+    weight [n, k]           row r   | w0 w1 w2 w3 | w4 w5 w6 w7 | ...      thread j holds words 4j..4j+3 of each row
+    x      [m, k]           row t   | x0 x1 x2 x3 | ...                    loaded in the same layout: nothing is moved
+
+The accumulator keeps one partial sum per (t, r, unit) in registers; lanes and warps are reduced once, at the end.
+
+Overlap. With PDL the first weight tile is asked for *before* ``gdc_wait``: weights never depend on the previous kernel,
+so the memory stays busy across the kernel boundary (about 2 us a kernel otherwise). ``LOOP`` 0 holds the next tile in
+registers while the current one is used, 1 is a plain loop, more is an asynchronous pipeline of that many stages.
+
+Arithmetic, by ``KIND``:
+
+* ``float``: 16-bit weights and activations, widened, fp32 multiply-add.
+* ``int8``: ``dp4a``, four products a word into int32: exact.
+* ``fp8``: e4m3 codes are widened to fp16 without loss and multiplied two at a time. Activations are scaled by 2^-8
+  first (also exact), so that a product stays below 448 * 448 / 256 = 784; four products are summed in fp16, then added
+  to an fp32 accumulator. That is finer than the tensor cores' own fp8 accumulation.
+* ``int8_weight``: a byte b is put into a float's mantissa, 2^23 + (b + 128), and the constant subtracted: an exact
+  conversion in two instructions instead of the slow integer-to-float one; x is bf16, four values in one int64.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from engines.kernels.impl import KernelConfig
+from engines.kernels.jit import HAS_ASM, dp4a, gdc_launch, gdc_wait, launch_options, next_pow2
+
+MAX_ROWS = 4
+FP8_SHIFT = 256.0  # activations are multiplied by 1/256 before the fp16 products
+
+
+@triton.jit
+def _e4m3_pairs(word, ASM: tl.constexpr):
+    """Four e4m3 codes in a word -> two words of two fp16 each: (codes 0, 1) and (codes 2, 3); values exact."""
+    if ASM:
+        lo, hi = tl.inline_asm_elementwise(
+            "{ .reg .b16 a, b; mov.b32 {a, b}, $2; cvt.rn.f16x2.e4m3x2 $0, a; cvt.rn.f16x2.e4m3x2 $1, b; }",
+            "=r,=r,r", [word], dtype=(tl.int32, tl.int32), is_pure=True, pack=1)
+    else:
+        lo = _e4m3_bits(word) | (_e4m3_bits(word >> 8) << 16)
+        hi = _e4m3_bits(word >> 16) | (_e4m3_bits(word >> 24) << 16)
+    return lo, hi
+
+
+@triton.jit
+def _e4m3_bits(code):
+    """The fp16 bits of one e4m3 code in the low byte: same fields, exponent re-biased by a multiplication."""
+    bits = ((code & 0x80) << 8) | ((code & 0x7F) << 7)  # the value times 2^-8
+    value = bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    return value.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+
+
+@triton.jit
+def _shrink(pair, ASM: tl.constexpr):
+    """Two fp16 in a word, times 2^-8."""
+    if ASM:
+        return tl.inline_asm_elementwise("{ .reg .b32 c; mov.b32 c, 0x1c001c00; mul.rn.f16x2 $0, $1, c; }", "=r,r",
+                                         [pair], dtype=tl.int32, is_pure=True, pack=1)
+    lo = (_half(pair) * 0.00390625).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    hi = (_half(pair >> 16) * 0.00390625).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+    return lo | (hi << 16)
+
+
+@triton.jit
+def _half(pair):
+    """The low fp16 of a word as fp32."""
+    return pair.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def _dot_pairs(w_lo, w_hi, x_lo, x_hi, acc, ASM: tl.constexpr):
+    """acc + w_lo . x_lo + w_hi . x_hi; the assembly takes two words at once and sums four products in each fp16."""
+    if ASM:
+        return tl.inline_asm_elementwise(
+            """{ .reg .b32 p; .reg .b16 l, h; .reg .f32 f, g;
+            mul.rn.f16x2 p, $2, $6; fma.rn.f16x2 p, $4, $8, p; fma.rn.f16x2 p, $3, $7, p; fma.rn.f16x2 p, $5, $9, p;
+            mov.b32 {l, h}, p; cvt.f32.f16 f, l; cvt.f32.f16 g, h; add.f32 $0, $10, f; add.f32 $1, $11, g; }""",
+            "=f,=f,r,r,r,r,r,r,r,r,f,f", [w_lo, w_hi, x_lo, x_hi, acc], dtype=tl.float32, is_pure=True, pack=2)
+    total = _half(w_lo) * _half(x_lo) + _half(w_lo >> 16) * _half(x_lo >> 16)
+    return acc + total + _half(w_hi) * _half(x_hi) + _half(w_hi >> 16) * _half(x_hi >> 16)
+
+
+@triton.jit
+def _byte_to_float(word, BYTE: tl.constexpr):
+    """Byte ``BYTE`` of (word xor 0x80808080), exactly, as the signed number it was before the xor."""
+    bits = ((word >> (8 * BYTE)) & 0xFF) | 0x4B000000
+    return bits.to(tl.float32, bitcast=True) - 8388736.0  # 2^23 + 128
+
+
+@triton.jit
+def _bf16_lo(word):
+    return (word << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _bf16_hi(word):
+    return (word & -65536).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _accumulate(acc, w, x, KIND: tl.constexpr, ASM: tl.constexpr):
+    """One tile: acc [T, N, K] + w [1, N, K] * x [T, 1, K], unit by unit."""
+    if KIND == "float":
+        acc += w.to(tl.float32) * x.to(tl.float32)
+    elif KIND == "int8":
+        acc = dp4a(tl.broadcast_to(w, acc.shape), tl.broadcast_to(x, acc.shape), acc, ASM)
+    elif KIND == "fp8":
+        w_lo, w_hi = _e4m3_pairs(w, ASM)
+        x_lo, x_hi = _e4m3_pairs(x, ASM)
+        x_lo = _shrink(x_lo, ASM)
+        x_hi = _shrink(x_hi, ASM)
+        acc = _dot_pairs(tl.broadcast_to(w_lo, acc.shape), tl.broadcast_to(w_hi, acc.shape),
+                         tl.broadcast_to(x_lo, acc.shape), tl.broadcast_to(x_hi, acc.shape), acc, ASM)
+    else:
+        tl.static_assert(KIND == "int8_weight")
+        biased = w ^ -2139062144  # 0x80808080
+        lo = x.to(tl.int32)
+        hi = (x >> 32).to(tl.int32)
+        acc += _byte_to_float(biased, 0) * _bf16_lo(lo)
+        acc += _byte_to_float(biased, 1) * _bf16_hi(lo)
+        acc += _byte_to_float(biased, 2) * _bf16_lo(hi)
+        acc += _byte_to_float(biased, 3) * _bf16_hi(hi)
+    return acc
+
+
+@triton.jit
+def _weights(pointers, offsets, k, EVEN_K: tl.constexpr):
+    if EVEN_K:
+        return tl.load(pointers, cache_modifier=".cg")
+    return tl.load(pointers, mask=offsets < k, other=0, cache_modifier=".cg")
+
+
+@triton.jit
+def _inputs(pointers, offsets, k, EVEN_K: tl.constexpr):
+    if EVEN_K:
+        return tl.load(pointers)
+    return tl.load(pointers, mask=offsets < k, other=0)
+
+
+@triton.jit(do_not_specialize=["m"], do_not_specialize_on_alignment=["x_scale_ptr"])
+def gemv_kernel(x_ptr, w_ptr, w_scale_ptr, x_scale_ptr, bias_ptr, out_ptr, m, n, k, KIND: tl.constexpr,
+                ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LOOP: tl.constexpr,
+                EVEN_K: tl.constexpr, PER_TOKEN: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
+                ASM: tl.constexpr):
+    """``k`` counts units. ROWS (1, 2, 4) >= m; token rows beyond m and weight rows beyond n repeat the last one."""
+    first = tl.program_id(0) * BLOCK_N
+    local = tl.arange(0, BLOCK_N)
+    valid = tl.minimum(local, n - 1 - first)
+    token = tl.arange(0, ROWS)
+    unit = tl.arange(0, BLOCK_K)[None, None, :]
+    w_at = w_ptr + first.to(tl.int64) * k + (valid[None, :, None] * k + unit)
+    x_at = x_ptr + tl.minimum(token, m - 1)[:, None, None] * k + unit
+    acc = tl.zeros((ROWS, BLOCK_N, BLOCK_K), tl.int32 if KIND == "int8" else tl.float32)
+    gdc_launch(PDL)
+    if LOOP == 0:
+        w = _weights(w_at, unit, k, EVEN_K)
+        gdc_wait(PDL)
+        for start in range(BLOCK_K, k, BLOCK_K):
+            w_next = _weights(w_at + start, start + unit, k, EVEN_K)
+            x = _inputs(x_at + (start - BLOCK_K), start - BLOCK_K + unit, k, EVEN_K)
+            acc = _accumulate(acc, w, x, KIND, ASM)
+            w = w_next
+        last = (k - 1) // BLOCK_K * BLOCK_K
+        acc = _accumulate(acc, w, _inputs(x_at + last, last + unit, k, EVEN_K), KIND, ASM)
+    else:
+        gdc_wait(PDL)
+        for start in tl.range(0, k, BLOCK_K, num_stages=LOOP):
+            w = _weights(w_at + start, start + unit, k, EVEN_K)
+            x = _inputs(x_at + start, start + unit, k, EVEN_K)
+            acc = _accumulate(acc, w, x, KIND, ASM)
+    total = tl.sum(acc, 2).to(tl.float32)
+    if KIND != "float":
+        total *= tl.load(w_scale_ptr + first + valid)[None, :]
+    if KIND == "int8" or KIND == "fp8":
+        total *= tl.load(x_scale_ptr + tl.minimum(token, m - 1) * PER_TOKEN)[:, None]
+    if KIND == "fp8":
+        total *= 256.0
+    if HAS_BIAS:
+        total += tl.load(bias_ptr + first + valid).to(tl.float32)[None, :]
+    at = out_ptr + token[:, None] * n + (first + local)[None, :]
+    tl.store(at, total.to(out_ptr.dtype.element_ty), mask=(token < m)[:, None] & (first + local < n)[None, :])
+
+
+def launch_gemv(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, config: KernelConfig, kind: str, *,
+                w_scale: torch.Tensor | None, x_scale: torch.Tensor | None, bias: torch.Tensor | None) -> None:
+    """out [m, n] = x [m, k] weight [n, k]^T for 1 <= m <= 4; every tensor contiguous, its address a multiple of 16.
+
+    ``config.meta``: ROWS >= m, BLOCK_N, BLOCK_K (units), LOOP. 8-bit kinds need k % 4 == 0.
+    """
+    m, n = out.shape
+    if not 1 <= m <= config["ROWS"] <= MAX_ROWS:
+        raise ValueError(f"gemv with ROWS={config['ROWS']} was asked for {m} rows")
+    units = weight.shape[1]
+    if kind != "float":
+        units //= 4
+        weight = weight.view(torch.int32)
+        x = x.view(torch.int64 if kind == "int8_weight" else torch.int32)
+    some = weight  # an unused pointer still needs a tensor
+    gemv_kernel[(triton.cdiv(n, config["BLOCK_N"]),)](
+        x, weight, some if w_scale is None else w_scale, some if x_scale is None else x_scale,
+        some if bias is None else bias, out, m, n, units, KIND=kind, ROWS=config["ROWS"],
+        BLOCK_N=config["BLOCK_N"], BLOCK_K=config["BLOCK_K"], LOOP=config["LOOP"],
+        EVEN_K=units % config["BLOCK_K"] == 0, PER_TOKEN=x_scale is not None and x_scale.ndim > 0,
+        HAS_BIAS=bias is not None, ASM=HAS_ASM, **launch_options(config))
+
+
+def gemv_rows(m: int) -> int:
+    """The ROWS a batch of m needs."""
+    return next_pow2(m)
