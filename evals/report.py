@@ -40,8 +40,11 @@ class Item(Frozen):
     choice: int | None = None
     target: int | None = None
     correct: bool
-    margin: float | None = Field(default=None, description="log-prob of the target minus the best other choice")
+    margin: float | None = Field(default=None, description="score of the target minus the best other choice's, in "
+                                 "nats per byte of choice text (what decides who is right)")
     answer: str | None = None
+    n_choices: int | None = Field(default=None, ge=2, description="1/n_choices is the chance of a blind guess")
+    document: str | None = Field(default=None, description="the passage it shares with other items, if it does")
 
 
 class TextScore(Frozen):
@@ -52,6 +55,16 @@ class TextScore(Frozen):
     nll: float
     kl: float | None = Field(default=None, description="summed KL(baseline || this), nats")
     same_top1: int | None = Field(default=None, description="tokens whose most probable next token agrees")
+    document: str | None = Field(default=None, description="its cluster; None: the text stands alone")
+
+
+class Sample(Frozen):
+    """A short greedy continuation of one text's beginning, for the sanity check and for reading side by side."""
+
+    id: str
+    prompt: str
+    text: str
+    token_ids: list[int]
 
 
 class Target(Frozen):
@@ -81,6 +94,10 @@ class EvalReport(Frozen):
     same_top1: float | None
     flips: float | None
     faults: list[str] = Field(default_factory=list, description="NaN, empty or looping output; each one is a FAIL")
+    kl_p99: float | None = Field(default=None, description="99th percentile over tokens of the coarse-grained KL, nats")
+    flips_to_wrong: int | None = Field(default=None, description="items the baseline answered right and this wrong")
+    flips_to_right: int | None = Field(default=None, description="items the baseline answered wrong and this right")
+    samples: list[Sample] = Field(default_factory=list)
 
 
 class Cell(Frozen):
@@ -110,6 +127,7 @@ class LatencySweep(Frozen):
     peak_memory_bytes: int | None
     warmup: int
     repeats: int
+    seed: int = 0
 
 
 class Reason(Frozen):
@@ -131,7 +149,9 @@ class Verdict(Frozen):
     baseline_digest: str
     policy: str
     policy_sha256: str
-    detectable: float | None = Field(default=None, description="smallest effect seen with 80 % power at this n")
+    detectable: float | None = Field(default=None, description="smallest loss that the first check (the reasons' "
+                                     "order) sees with 80 % power at this n, in that check's unit")
+    warnings: list[str] = Field(default_factory=list, description="what should be looked at and does not decide")
 
 
 class Row(Frozen):
