@@ -1,0 +1,112 @@
+"""How the toolkit speaks in a terminal: progress with an ETA, tables with aligned numbers.
+
+Progress goes to stderr. On a terminal it is a rich bar; elsewhere (a log, CI) a line when a stage begins and then one
+every 30 s. The ETA is the rate since the stage began, carried forward; where a stage does not say how much there is,
+no ETA is invented.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
+from rich.text import Text
+
+from calib.progress import Progress
+
+EVERY_S = 30.0
+VERDICT_STYLE = {"PASS": "bold green", "FAIL": "bold red", "INCONCLUSIVE": "bold yellow", "ANOMALOUS": "bold magenta",
+                 "BASELINE": "dim"}
+
+
+def stdout() -> Console:
+    """Wide enough for the row table when the output is a file or a pipe."""
+    return Console(highlight=False, soft_wrap=not sys.stdout.isatty(), width=None if sys.stdout.isatty() else 200)
+
+
+def stderr() -> Console:
+    return Console(stderr=True, highlight=False)
+
+
+def verdict_text(word: str | None) -> Text:
+    return Text(word or "not judged", style=VERDICT_STYLE.get(word or "", "dim"))
+
+
+def duration(seconds: float) -> str:
+    """``42 s``, ``3 min 05 s``, ``2 h 10 min``."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+class Watcher:
+    """Context manager and ``calib.progress.Report`` in one. Never raises into the work that reports to it."""
+
+    def __init__(self, quiet: bool = False) -> None:
+        self._console = stderr()
+        self._quiet = quiet
+        self._bars = self._make_bars() if self._console.is_terminal and not quiet else None
+        self._task: TaskID | None = None
+        self._stage = ""
+        self._began = self._spoke = 0.0
+
+    def _make_bars(self) -> Bars:
+        return Bars(SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=28),
+                    TextColumn("{task.fields[count]}", justify="right"), TimeElapsedColumn(), TextColumn("left"),
+                    TimeRemainingColumn(compact=True), TextColumn("[dim]{task.fields[message]}"),
+                    console=self._console, transient=False)
+
+    def __enter__(self) -> Watcher:
+        if self._bars:
+            self._bars.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        if self._bars:
+            self._bars.stop()
+
+    def note(self, message: str) -> None:
+        """One line for people, above the bars."""
+        if not self._quiet:
+            self._console.print(message)
+
+    def __call__(self, event: Progress) -> None:
+        if self._quiet:
+            return
+        if event.stage != self._stage:
+            self._stage, self._began, self._spoke = event.stage, event.at, 0.0
+            self._task = None
+        if self._bars:
+            self._draw(event)
+        elif not self._spoke or time.monotonic() - self._spoke >= EVERY_S:
+            self._spoke = time.monotonic()
+            self._console.print(self._line(event))
+
+    def _draw(self, event: Progress) -> None:
+        assert self._bars is not None
+        fields = {"count": _count(event), "message": event.message}
+        if self._task is None:
+            self._task = self._bars.add_task(event.stage, total=event.total, completed=event.done, **fields)
+        else:
+            self._bars.update(self._task, total=event.total, completed=event.done, **fields)
+
+    def _line(self, event: Progress) -> str:
+        eta = ""
+        spent = event.at - self._began
+        if event.total and event.done and spent > 0:
+            eta = f", about {duration(spent * (event.total - event.done) / event.done)} left"
+        return f"{event.stage}: {_count(event)}{eta}{'  ' + event.message if event.message else ''}"
+
+
+def _count(event: Progress) -> str:
+    unit = event.unit if event.total == 1 else f"{event.unit}s"
+    done = f"{event.done:g}"
+    return f"{done}/{event.total:g} {unit}" if event.total else f"{done} {unit}"

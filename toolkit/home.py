@@ -1,0 +1,78 @@
+"""Home: the one folder that holds everything which belongs to a user and not to a project.
+
+    <home>/models/<name>/             models fetched by ``data prepare``, Hugging Face layout
+    <home>/data/{calibration,choose,evaluation}/
+    <home>/artifacts/<kind>/<name>/   checkpoints, engines, reports, sweeps, verdicts made by jobs and by ``LLM``
+    <home>/reports/<run>.html         static reports
+    <home>/logs/                      tracebacks of unexpected errors
+    <home>/toolkit.db                 the store
+
+Which folder that is, is decided once, by the command line: ``--home``, else ``$TOOLKIT_HOME``, else the user data
+folder of the platform. Everything below takes a ``Home`` and reads no environment.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from toolkit.errors import UsageError
+
+DEMO_MODEL = "SmolLM2-135M-Instruct"
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Paths below one home folder. Nothing is created by asking for a path."""
+
+    path: Path
+
+    @property
+    def models(self) -> Path:
+        return self.path / "models"
+
+    @property
+    def data(self) -> Path:
+        return self.path / "data"
+
+    @property
+    def downloads(self) -> Path:
+        return self.path / "downloads"
+
+    @property
+    def store(self) -> Path:
+        return self.path / "toolkit.db"
+
+    @property
+    def reports(self) -> Path:
+        return self.path / "reports"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def demo_model(self) -> Path:
+        return self.models / DEMO_MODEL
+
+    def artifacts(self, kind: str) -> Path:
+        return self.path / "artifacts" / kind
+
+
+def _platform_folder(environment: Mapping[str, str]) -> Path:
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Application Support" / "llm-quant-toolkit"
+    data = environment.get("XDG_DATA_HOME")
+    return (Path(data) if data else Path.home() / ".local" / "share") / "llm-quant-toolkit"
+
+
+def find_home(option: Path | None, environment: Mapping[str, str] = os.environ) -> Home:
+    """``--home``, else ``$TOOLKIT_HOME``, else the user data folder. UsageError when it is a file."""
+    named = environment.get("TOOLKIT_HOME")
+    path = (option or (Path(named) if named else _platform_folder(environment))).expanduser().absolute()
+    if path.exists() and not path.is_dir():
+        raise UsageError(f"home {path} is a file", "Give a folder with --home.")
+    return Home(path)

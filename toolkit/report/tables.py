@@ -1,0 +1,154 @@
+"""Rows as tables: for a terminal (rich), for Markdown, and as a DataFrame of numbers for figures and the page.
+
+The columns are listed once, in ``COLUMNS``; each says how its figure is written. Terminals narrower than ``WIDE`` get
+the columns a choice is made by, everything else gets all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from evals.report import Row
+from toolkit.report import words
+
+if TYPE_CHECKING:
+    import pandas
+    from rich.table import Table
+
+WIDE = 150
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """``write`` turns a row into the cell's text; ``core`` columns appear on narrow terminals too."""
+
+    title: str
+    unit: str
+    write: Callable[[Row], str]
+    core: bool = False
+    left: bool = False
+
+
+COLUMNS = (
+    Column("engine", "", words.label, core=True, left=True),
+    Column("ΔNLL", "nats/token [95 %]", lambda row: words.nats_interval(row.delta_nll), core=True),
+    Column("KL", "nats/token", lambda row: words.number(row.kl_mean, 4)),
+    Column("same top-1", "", lambda row: words.percent(row.same_top1)),
+    Column("accuracy", "[95 %]", lambda row: words.percent_interval(row.accuracy), core=True),
+    Column("flips", "", lambda row: words.percent(row.flips)),
+    Column("TTFT", "ms", lambda row: words.milliseconds(row.ttft_ms)),
+    Column("TPOT", "ms", lambda row: words.milliseconds(row.tpot_ms), core=True),
+    Column("output", "tok/s", lambda row: words.rate(row.out_tok_s), core=True),
+    Column("size", "", lambda row: words.size(row.size_bytes), core=True),
+    Column("memory", "peak", lambda row: words.size(row.peak_memory_bytes)),
+    Column("verdict", "", lambda row: row.verdict or words.MISSING, core=True, left=True),
+)
+
+
+def caption(rows: Sequence[Row]) -> list[str]:
+    """What a reader must know to read the table: the cell, what is emulated, what the weights came from."""
+    lines = []
+    cells = sorted({(row.batch_size, row.isl, row.osl) for row in rows if row.batch_size is not None})
+    if cells:
+        lines.append("Latency: " + "; ".join(f"batch {batch}, {isl} tokens in, {osl} out" for batch, isl, osl in cells)
+                     + f" on {', '.join(sorted({row.device for row in rows}))}.")
+    if any(row.accuracy for row in rows):
+        tasks = sorted({task for row in rows if row.accuracy for task in row.accuracy.tasks})
+        counts = sorted({row.accuracy.n for row in rows if row.accuracy})
+        lines.append(f"Accuracy: {', '.join(tasks)}, {'/'.join(map(str, counts))} questions.")
+    texts = sorted({row.delta_nll.n for row in rows if row.delta_nll})
+    if texts:
+        lines.append(f"ΔNLL against the unquantized model on {'/'.join(map(str, texts))} documents; lower is better.")
+    emulated = [words.label(row) for row in rows if row.emulated]
+    if emulated:
+        lines.append(f"Emulated on this device, so accurate but no faster for its format: {', '.join(emulated)}.")
+    grids = sorted({row.source_grid for row in rows if row.source_grid})
+    if grids:
+        lines.append(f"The baseline's own weights came from {', '.join(grids)}.")
+    return lines
+
+
+def terminal(rows: Sequence[Row], width: int = WIDE) -> Table:
+    """A rich table, numbers right-aligned, verdicts coloured."""
+    from rich import box
+    from rich.table import Table
+
+    from toolkit.console import verdict_text
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    columns = [column for column in COLUMNS if column.core or width >= WIDE]
+    for column in columns:
+        heading = f"{column.title}\n[dim not bold]{column.unit}[/]" if column.unit else column.title
+        table.add_column(heading, justify="left" if column.left else "right", no_wrap=True, vertical="bottom")
+    for row in rows:
+        table.add_row(*[verdict_text(row.verdict) if column.title == "verdict" else column.write(row)
+                        for column in columns])
+    return table
+
+
+def escape_markdown(text: str) -> str:
+    """Text that Markdown and the HTML it may become show as it is."""
+    escaped = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    for character in "\\`*_[]|#":
+        escaped = escaped.replace(character, f"\\{character}")
+    return " ".join(escaped.split())
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """A GitHub table with all columns; every cell escaped."""
+    heads = [f"{column.title} ({column.unit})" if column.unit else column.title for column in COLUMNS]
+    lines = ["| " + " | ".join(escape_markdown(head) for head in heads) + " |",
+             "|" + "|".join(":--" if column.left else "--:" for column in COLUMNS) + "|"]
+    lines += ["| " + " | ".join(escape_markdown(column.write(row)) for column in COLUMNS) + " |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def csv(rows: Sequence[Row]) -> str:
+    """Full-precision figures, one engine a line; a cell that a spreadsheet would run as a formula is defused."""
+    table = frame(rows)
+    for name in table.columns[[table[name].dtype.kind not in "fiub" for name in table.columns]]:
+        table[name] = [f"'{value}" if isinstance(value, str) and value[:1] in "=+-@\t\r" else value
+                       for value in table[name]]
+    return str(table.to_csv(index=False))
+
+
+def _estimate(name: str, estimate: Any) -> dict[str, Any]:
+    return {name: estimate.value if estimate else None, f"{name}_low": estimate.ci_low if estimate else None,
+            f"{name}_high": estimate.ci_high if estimate else None, f"{name}_n": estimate.n if estimate else None}
+
+
+def _spread(name: str, value: float | None, spread: float | None) -> dict[str, Any]:
+    """Half of max - min to either side: the range the repeats covered, centred on the middle value."""
+    if value is None:
+        return {name: None, f"{name}_low": None, f"{name}_high": None}
+    half = (spread or 0.0) / 2
+    return {name: value, f"{name}_low": value - half, f"{name}_high": value + half}
+
+
+def record(row: Row) -> dict[str, Any]:
+    """One row as flat numbers. Shares stay shares (0..1), bytes bytes, None where nothing was measured."""
+    cell = words.headline(row)
+    return {"engine": words.label(row), "recipe": row.recipe, "kv_cache": row.kv_cache, "device": row.device,
+            "emulated": row.emulated, "verdict": row.verdict, "verdict_reason": row.verdict_reason,
+            **_estimate("delta_nll", row.delta_nll), **_estimate("accuracy", row.accuracy),
+            "kl_mean": row.kl_mean, "same_top1": row.same_top1, "flips": row.flips,
+            **_spread("ttft_ms", row.ttft_ms, cell.ttft_ms_spread if cell else None),
+            **_spread("tpot_ms", row.tpot_ms, cell.tpot_ms_spread if cell else None),
+            "out_tok_s": row.out_tok_s, "batch_size": row.batch_size, "isl": row.isl, "osl": row.osl,
+            "size_bytes": row.size_bytes, "peak_memory_bytes": row.peak_memory_bytes,
+            "source_grid": row.source_grid, "engine_digest": row.engine_digest,
+            "checkpoint_digest": row.checkpoint_digest}
+
+
+def frame(rows: Sequence[Row]) -> pandas.DataFrame:
+    """One line per engine, columns as in ``record``; numeric columns are float64 with NaN for None."""
+    import pandas
+
+    table = pandas.DataFrame([record(row) for row in rows])
+    texts = {"engine", "recipe", "kv_cache", "device", "verdict", "verdict_reason", "source_grid", "engine_digest",
+             "checkpoint_digest", "emulated"}
+    for name in table.columns.difference(list(texts)):
+        table[name] = pandas.to_numeric(table[name])
+    return table
