@@ -136,7 +136,7 @@ class Tokenizer:
 
     @classmethod
     def open(cls, folder: Path | str) -> Tokenizer:
-        """Open the tokenizer of a model, checkpoint or engine folder. CalibError when there is none or it is damaged."""
+        """Open the tokenizer of a model, checkpoint or engine folder. CalibError: there is none, or it is damaged."""
         folder = Path(folder)
         return cls(_collect(folder), str(folder))
 
@@ -166,7 +166,7 @@ class Tokenizer:
         return template
 
     def encode(self, text: str, *, bos: bool = True) -> list[int]:
-        """Token ids of plain text; special strings in it stay text. A BOS is added iff asked for and the model's own."""
+        """Token ids of plain text; special strings in it stay text. BOS in front iff asked for and the model adds one."""
         ids = self._plain.encode(text, add_special_tokens=False).ids
         return [cast(int, self.bos_id), *ids] if bos and self.adds_bos else ids
 
@@ -218,7 +218,7 @@ class Tokenizer:
         for piece in re.split("(" + "|".join(re.escape(s) for s in sorted(specials, key=len, reverse=True)) + ")",
                               rendered):
             if piece in specials:
-                ids.append(self._marked.token_to_id(piece))
+                ids.append(cast(int, self._marked.token_to_id(piece)))
             elif piece:
                 for mark, original in originals.items():
                     piece = piece.replace(mark, original)

@@ -1,0 +1,105 @@
+"""From a reference to a model folder, and from a folder to a module.
+
+A reference is a local folder, a GGUF file, or a hub name. A GGUF file is converted once into a sibling folder; a hub
+name is downloaded into the hub's own cache unless ``offline``.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from calib.errors import ENVIRONMENT, CalibError
+from calib.formats import gguf
+from calib.formats.hf import Shards, read_json
+from calib.layers import family_of
+
+
+class ModelNotFoundError(CalibError):
+    """There is no such folder, file or hub model."""
+
+    code = "model_not_found"
+    exit_code = ENVIRONMENT
+
+
+def resolve_model(ref: str | Path, *, offline: bool = False) -> Path:
+    """The model's folder. ModelNotFoundError, or a CalibError that says what is wrong with the file."""
+    path = Path(ref)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise CalibError(f"{path} has no config.json", "Give the folder that holds config.json and the weights.")
+        return path
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ModelNotFoundError(f"there is no file {path}", "Check the path.")
+        return gguf_to_folder(path, path.with_name(f"{path.stem}-bf16"))
+    return _from_hub(str(ref), offline)
+
+
+def _from_hub(name: str, offline: bool) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import validate_repo_id
+    try:
+        validate_repo_id(name)
+    except ValueError as error:
+        raise ModelNotFoundError(f"there is no folder {name}", "Give a model folder, a .gguf file or a hub name."
+                                 ) from error
+    try:
+        return Path(snapshot_download(name, local_files_only=offline, allow_patterns=[
+            "*.json", "*.safetensors", "*.jinja", "tokenizer.model", "*.txt"]))
+    except Exception as error:  # the hub client has many error classes; the user needs the one line
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        where = "in the local hub cache (offline)" if offline else "on the hub"
+        raise ModelNotFoundError(f"model {name} was not found {where}: {reason}",
+                                 "Check the name and the network, or give a local folder.") from error
+
+
+def gguf_to_folder(source: Path, out: Path) -> Path:
+    """Convert a GGUF file into the bf16 folder ``out`` (whole or not at all); an existing conversion is kept."""
+    source, out = Path(source), Path(out)
+    if (out / "config.json").is_file():
+        return out
+    partial = out.with_name(f".{out.name}.partial")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with out.with_name(f".{out.name}.lock").open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if (out / "config.json").is_file():  # another process finished it meanwhile
+            return out
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        try:
+            gguf.write_folder(source, partial)
+            partial.rename(out)
+        except OSError as error:
+            raise CalibError(f"cannot write {out}: {error.strerror or error}", "Free disk space or check the folder."
+                             ) from error
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    return out
+
+
+def source_grid_of(folder: Path) -> str | None:
+    """What the folder's weights were dequantized from ("Q4_1 g32"), or None."""
+    path = folder / gguf.SOURCE_FILE
+    return read_json(path).get("source_grid") if path.is_file() else None
+
+
+def load_hf(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The unquantized model in eval mode. Checks every tensor for NaN and infinity, by name, before loading."""
+    config = read_json(folder / "config.json")
+    family_of(config, str(folder))
+    check_finite(Shards(folder))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True, trust_remote_code=False)
+    return model.eval()
+
+
+def check_finite(shards: Shards) -> None:
+    """CalibError that names the first tensor with a NaN or an infinity."""
+    for name in shards:
+        if shards[name].dtype in ("F32", "F16", "BF16") and not torch.isfinite(shards.load(name)).all():
+            raise CalibError(f"{shards.folder}: tensor {name} holds NaN or infinity",
+                             "Copy or download the weights again; if they are the original's, the model is broken.")
