@@ -10,8 +10,8 @@ eighth of it, and Triton falls back to the older ``mma``. With *weights* as rows
                            x tile      [BLOCK_M, BLOCK_K] -> shared, read transposed
                            accumulator [BLOCK_N, BLOCK_M] fp32 (int32 for int8), scaled once, stored transposed
 
-``TMA`` 0: pointers; 1: weights by TMA; 2: weights and x. TMA fills with zeros beyond the ends. ``SPLIT_K`` programs share a
-tile's k range (see split_k). A row's sum depends on BLOCK_K and SPLIT_K only, so with both held fixed per weight a
+``TMA`` 0: pointers; 1: weights by TMA; 2: weights and x. TMA fills with zeros beyond the ends. ``SPLIT_K`` programs
+share a tile's k range (see split_k). A row's sum depends on BLOCK_K and SPLIT_K only, so with both held fixed per weight a
 token's result does not depend on its batch mates. ``PREFETCH`` asks for that many bytes of each weight row to be
 brought into L2 before ``gdc_wait``, so that the memory does not idle across the kernel boundary.
 
@@ -62,7 +62,7 @@ def store_tokens(acc, w_scale_ptr, x_scale_ptr, bias_ptr, out_ptr, row, token, m
 def dot_kernel(x_ptr, x_desc, w_ptr, w_desc, w_scale_ptr, x_scale_ptr, bias_ptr, out_ptr, partial_ptr, ticket_ptr,
                m, n, k, KIND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
                SPLIT_K: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr, PREFETCH: tl.constexpr,
-               EVEN_K: tl.constexpr, PER_TOKEN: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr):
+               EVEN_K: tl.constexpr, PER_TOKEN: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr) -> None:
     first_row = tl.program_id(0) * BLOCK_N
     first_token = tl.program_id(2) * BLOCK_M
     row = first_row + tl.arange(0, BLOCK_N)

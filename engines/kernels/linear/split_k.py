@@ -35,11 +35,28 @@ def split_k_views(workspace: torch.Tensor | None, needed: int) -> tuple[torch.Te
     """(partials fp32, tickets int32) in ``workspace``; None if nothing is needed. Raises when it is too small."""
     if needed == 0:
         return None
-    if workspace is None or workspace.nbytes < needed:
-        have = 0 if workspace is None else workspace.nbytes
+    partials = scratch_view(workspace, needed - _TICKET_BYTES).view(torch.float32)
+    assert workspace is not None
+    return partials, workspace.view(-1).view(torch.uint8)[:_TICKET_BYTES].view(torch.int32)
+
+
+def scratch_bytes(size: int) -> int:
+    """Bytes of workspace that leave ``size`` bytes behind the tickets, for whatever a kernel keeps there."""
+    return _TICKET_BYTES + size
+
+
+def scratch_view(workspace: torch.Tensor | None, size: int) -> torch.Tensor:
+    """``size`` uint8 behind the tickets. Raises when the workspace is too small."""
+    needed = scratch_bytes(size)
+    _require(workspace, needed)
+    assert workspace is not None
+    return workspace.view(-1).view(torch.uint8)[_TICKET_BYTES:needed]
+
+
+def _require(workspace: torch.Tensor | None, needed: int) -> None:
+    have = 0 if workspace is None else workspace.nbytes
+    if have < needed:
         raise ValueError(f"the workspace has {have} bytes, this launch needs {needed}")
-    raw = workspace.view(-1).view(torch.uint8)
-    return raw[_TICKET_BYTES:needed].view(torch.float32), raw[:_TICKET_BYTES].view(torch.int32)
 
 
 @triton.jit
