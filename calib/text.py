@@ -166,7 +166,7 @@ class Tokenizer:
         return template
 
     def encode(self, text: str, *, bos: bool = True) -> list[int]:
-        """Token ids of plain text; special strings in it stay text. BOS in front iff asked for and the model adds one."""
+        """Token ids of plain text; special strings stay text. A BOS in front iff asked for and the model adds one."""
         ids = self._plain.encode(text, add_special_tokens=False).ids
         return [cast(int, self.bos_id), *ids] if bos and self.adds_bos else ids
 
