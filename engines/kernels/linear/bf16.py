@@ -1,7 +1,8 @@
 """Unquantized linear: 16-bit weights and activations, fp32 accumulation.
 
 ``out[m, n] = x[m, k] weight[n, k]^T (+ bias)``, weight natural [n, k] (see natural). bf16 is meant; fp16 is read the
-same way. GEMV for one to four tokens, the swapped dot for small batches, torch.mm (cuBLAS) or the persistent mm for prefill.
+same way. GEMV for one to four tokens, the swapped dot for small batches, torch.mm (cuBLAS) or the persistent mm for
+prefill.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ eighth of it, and Triton falls back to the older ``mma``. With *weights* as rows
                            accumulator [BLOCK_N, BLOCK_M] fp32 (int32 for int8), scaled once, stored transposed
 
 ``TMA`` 0: pointers; 1: weights by TMA; 2: weights and x. TMA fills with zeros beyond the ends. ``SPLIT_K`` programs
-share a tile's k range (see split_k). A row's sum depends on BLOCK_K and SPLIT_K only, so with both held fixed per weight a
-token's result does not depend on its batch mates. ``PREFETCH`` asks for that many bytes of each weight row to be
-brought into L2 before ``gdc_wait``, so that the memory does not idle across the kernel boundary.
+share a tile's k range (see split_k). A row's sum depends on BLOCK_K and SPLIT_K only, so with both held fixed per
+weight a token's result does not depend on its batch mates. ``PREFETCH`` asks for that many bytes of each weight row to
+be brought into L2 before ``gdc_wait``, so that the memory does not idle across the kernel boundary.
 
 ``KIND`` as in gemv; ``int8_weight`` widens the codes to x's type in registers, straight into the instruction.
 """
@@ -85,13 +85,13 @@ def dot_kernel(x_ptr, x_desc, w_ptr, w_desc, w_scale_ptr, x_scale_ptr, bias_ptr,
         elif EVEN_K:
             w = tl.load(w_rows + (at + unit)[None, :])
         else:
-            w = tl.load(w_rows + (at + unit)[None, :], mask=(at + unit < k)[None, :], other=0)
+            w = tl.load(w_rows + (at + unit)[None, :], mask=(at + unit < k)[None, :], other=0.0)
         if TMA == 2:
             x = x_desc.load([first_token, at]).T
         elif EVEN_K:
             x = tl.load(x_rows + (at + unit)[:, None])
         else:
-            x = tl.load(x_rows + (at + unit)[:, None], mask=(at + unit < k)[:, None], other=0)
+            x = tl.load(x_rows + (at + unit)[:, None], mask=(at + unit < k)[:, None], other=0.0)
         if KIND == "int8_weight":
             w = w.to(x.dtype)
         acc = tl.dot(w, x, acc, out_dtype=acc.dtype)

@@ -1,0 +1,68 @@
+"""GEMV for one to four tokens, in each arithmetic, against the fp64 twin."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from engines.kernels.impl import KernelConfig
+from engines.kernels.linear.natural import NaturalLinear
+from tests.kernels.linear_cases import HALF, IMPLS, check, problem, run
+
+CASES = [  # m, n, k, BLOCK_N, BLOCK_K (units), LOOP
+    (1, 1, 16, 1, 8, 0),
+    (1, 5, 64, 4, 64, 0),      # one tile, rows not a multiple of BLOCK_N
+    (1, 8, 528, 4, 64, 0),     # a ragged last tile
+    (1, 7, 512, 2, 32, 1),     # plain loop
+    (1, 6, 336, 4, 32, 3),     # staged loop, ragged
+    (2, 9, 512, 4, 64, 0),
+    (3, 5, 272, 2, 32, 0),     # three tokens in ROWS = 4
+    (4, 6, 256, 2, 64, 1),
+]
+
+
+def _gemv(m: int, block_n: int, block_k: int, loop: int) -> KernelConfig:
+    rows = 1 << (m - 1).bit_length()
+    return KernelConfig.of("gemv", num_warps=1, num_stages=max(1, loop), ROWS=rows, BLOCK_N=block_n, BLOCK_K=block_k,
+                           LOOP=loop)
+
+
+@pytest.mark.parametrize("impl", IMPLS, ids=lambda impl: impl.name)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_gemv_equals_the_twin(impl: NaturalLinear, case: tuple[int, ...]) -> None:
+    m, n, k, block_n, block_k, loop = case
+    given = problem(impl, m, n, k)
+    if impl.name == "int8_weight_only":  # its GEMV reads pairs of bf16, as bits, which the interpreter can do too
+        given = replace(given, x=given.x.to(torch.bfloat16))
+    check(given, run(given, _gemv(m, block_n, block_k, loop)))
+
+
+@pytest.mark.parametrize("impl", IMPLS[:3], ids=lambda impl: impl.name)
+def test_bias_static_scale_and_per_tensor_weights(impl: NaturalLinear) -> None:
+    given = problem(impl, 2, 9, 256, bias=True, static=True, per_tensor=True)
+    check(given, run(given, _gemv(2, 4, 64, 0)))
+
+
+def test_every_e4m3_code_is_exact() -> None:
+    """Each of the 254 finite codes times one, alone in its row: the widening to fp16 must lose nothing."""
+    impl = IMPLS[1]
+    codes = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(torch.float8_e4m3fn)
+    finite = codes[~codes.float().isnan()]
+    weight = torch.zeros(len(finite), 16, dtype=torch.uint8)
+    weight[:, 5] = finite.view(torch.uint8)
+    given = problem(impl, 1, 1, 16)
+    packed = impl.pack(weight.view(torch.float8_e4m3fn).to(given.x.device), torch.ones((), device=given.x.device))
+    x = torch.ones(1, 16, device=given.x.device).to(torch.float8_e4m3fn)
+    one = replace(given, x=x, packed=packed, x_scale=torch.ones((), device=given.x.device))
+    assert torch.equal(run(one, _gemv(1, 4, 8, 0))[0].float().cpu(), finite.float().to(HALF).float())
+
+
+def test_rows_do_not_depend_on_their_mates() -> None:
+    given = problem(IMPLS[2], 4, 8, 256)
+    config = _gemv(4, 4, 64, 0)
+    together = run(given, config)
+    for i in range(4):
+        alone = replace(given, x=given.x[i:i + 1].clone(), x_scale=given.x_scale[i:i + 1].clone())
+        assert torch.equal(run(alone, config)[0], together[i])
