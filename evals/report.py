@@ -41,7 +41,7 @@ class Item(Frozen):
     target: int | None = None
     correct: bool
     margin: float | None = Field(default=None, description="score of the target minus the best other choice's, in "
-                                 "nats per byte of choice text (what decides who is right)")
+                                 "unit of the task's deciding metric (evals/accuracy.py)")
     answer: str | None = None
     n_choices: int | None = Field(default=None, ge=2, description="1/n_choices is the chance of a blind guess")
     document: str | None = Field(default=None, description="the passage it shares with other items, if it does")

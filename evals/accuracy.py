@@ -1,0 +1,213 @@
+"""Multiple-choice accuracy through lm-eval, offline. The one file that imports lm_eval.
+
+**What is asked.** ``Question: <question>\\nAnswer:`` is followed by each choice in turn, `` <choice>``; the choice to
+which the model gives the highest log-probability is its answer. Long choices would lose by their length alone, so tasks
+whose choices are free text are decided by log-probability per character (lm-eval's ``acc_norm``), and tasks whose
+questions all share one set of choices (yes/no, A-D) by the plain sum (``acc``).
+
+**How.** lm-eval gets a task file written into the caller's scratch folder (never its own 14,000), data from local JSON
+Lines, and ``HarnessModel``, which turns (context, continuation) into token ids and asks any ``Scorer``. ``evaluate`` is
+called and not ``simple_evaluate`` around it, which spends 2.5 s a call on `pip list`. Its request cache is not used: it
+is a pickle, and not keyed by model. Answers go to our journal, keyed by everything that matters.
+
+**Token boundary.** A continuation's tokens are those of the whole text that differ from the context's own tokens:
+context and continuation are encoded together, under the one BOS rule of ``calib.text``, as the model would see them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from lm_eval import evaluate as run_harness
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import LM
+from lm_eval.tasks import TaskManager
+
+from calib.artifact import canonical_json, sha256_hex
+from calib.progress import Progress, Report, silent
+from calib.text import Tokenizer
+from evals.data import EvalData, Question, sample
+from evals.errors import EvalError
+from evals.journal import Journal
+from evals.report import Accuracy, Item
+from evals.statistics import wilson
+from evals.target import Scorer, checked_scores
+
+PROMPT = "Question: {{question}}\nAnswer:"
+DELIMITER = " "
+
+#: What must be equal before two sets of answers may be compared.
+HARNESS = {"lm_eval": version("lm_eval"), "prompt": PROMPT, "delimiter": DELIMITER,
+           "decided_by": "acc_norm; acc where all questions share one set of choices"}
+
+
+def split_tokens(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[list[int], int]:
+    """(token ids of the whole, index of the first continuation token).
+
+    At least one token stands before the continuation; EvalError when there is none (an empty context and no BOS).
+    """
+    whole = tokenizer.encode(context + continuation)
+    alone = tokenizer.encode(context)
+    shared = 0
+    for a, b in zip(whole, alone, strict=False):
+        if a != b:
+            break
+        shared += 1
+    shared = min(shared, len(whole) - 1)
+    if shared < 1:
+        raise EvalError(f"the continuation {continuation!r} has no token before it",
+                        "A first token has no probability; give the question some text.")
+    return whole, shared
+
+
+def prompt_hash(prompts: Sequence[Sequence[int]]) -> str:
+    """One hash over the token ids of a question's prompts, choice by choice."""
+    return sha256_hex(canonical_json([list(prompt) for prompt in prompts]))
+
+
+class HarnessModel(LM):
+    """lm-eval's model interface over a Scorer. Each finished request is journalled, so a killed run goes on."""
+
+    def __init__(self, scorer: Scorer, tokenizer: Tokenizer, journal: Journal, batch: int, report: Report) -> None:
+        super().__init__()
+        self._scorer, self._tokenizer, self._journal = scorer, tokenizer, journal
+        self._batch, self._report = batch, report
+
+    def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
+        """Summed log-probability of each continuation, and whether greedy decoding would produce it."""
+        split = [split_tokens(self._tokenizer, *request.args) for request in requests]
+        keys = [sha256_hex(canonical_json([ids, start])) for ids, start in split]
+        todo = {key: one for key, one in zip(keys, split, strict=True) if key not in self._journal.done}
+        waiting = list(todo.items())
+        for begin in range(0, len(waiting), self._batch):
+            self._report(Progress("accuracy", len(keys) - len(waiting) + begin, len(keys), "choice"))
+            chunk = waiting[begin:begin + self._batch]
+            scores = checked_scores(self._scorer, [ids for _, (ids, _) in chunk])
+            self._journal.add({key: _summed(score.logprobs[start - 1:], score.greedy[start - 1:])
+                               for (key, (_, start)), score in zip(chunk, scores, strict=True)})
+        self._report(Progress("accuracy", len(keys), len(keys), "choice"))
+        return [_answer(self._journal.done[key]) for key in keys]
+
+    def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
+        raise EvalError("this task asks for rolling perplexity through lm-eval",
+                        "Texts are scored by evals.fidelity, with intervals clustered by document.")
+
+    def generate_until(self, requests: list[Instance]) -> list[str]:
+        raise EvalError("this task asks for generated text", "Only multiple-choice tasks are judged here.")
+
+
+def _summed(logprobs: np.ndarray, greedy: np.ndarray) -> dict[str, Any]:
+    total = float(logprobs.sum(dtype=np.float64))
+    return {"logprob": total if np.isfinite(total) else None, "greedy": bool(greedy.all())}
+
+
+def _answer(entry: Mapping[str, Any]) -> tuple[float, bool]:
+    """A request whose log-probability was not finite counts as impossible; ``answer`` marks its item."""
+    return (-np.inf if entry["logprob"] is None else entry["logprob"]), entry["greedy"]
+
+
+def choose_questions(data: EvalData, tasks: Sequence[str], limit: int | None, seed: int) -> list[Question]:
+    """Seeded random questions, ``limit`` of each task (all of a task that has fewer)."""
+    chosen: list[Question] = []
+    for task in tasks:
+        questions = data.task(task)
+        chosen += sample(questions, None if limit is None else min(limit, len(questions)), seed)
+    return chosen
+
+
+def answer(target: Scorer, tokenizer: Tokenizer, data: EvalData, tasks: Sequence[str], *, limit: int | None = None,
+           seed: int = 0, scratch: Path, key: str, batch: int = 64, report: Report = silent) -> list[Item]:
+    """Answer seeded random questions of ``tasks`` and return one Item a question, in ``choose_questions``' order.
+
+    ``scratch`` takes the task files, the data cache and the journal; ``key`` names the target and its numerics, so that
+    a journal of another target is never continued. EvalError when lm-eval's view of a question is not ours.
+    """
+    questions = choose_questions(data, tasks, limit, seed)
+    decided_by = {task: _decided_by(data.task(task)) for task in tasks}
+    place = scratch / "lm_eval"
+    _write_tasks(place, questions)
+    key = sha256_hex(canonical_json({"target": key, "harness": HARNESS, "tokenizer": tokenizer.digest}))
+    with Journal(scratch / "answers.jsonl", key) as journal, _quiet():
+        model = HarnessModel(target, tokenizer, journal, batch, report)
+        manager = TaskManager(include_path=str(place), include_defaults=False)
+        results = run_harness(lm=model, task_dict=manager.load(list(tasks)), bootstrap_iters=0, log_samples=True)
+    if results is None:
+        raise EvalError("lm-eval returned no results", "It runs in one process only; do not start it under torchrun.")
+    logged = {(task, row["doc"]["id"]): row for task in tasks for row in results["samples"][task]}
+    return [_item(question, logged[question.task, question.id], decided_by[question.task], tokenizer)
+            for question in questions]
+
+
+def _decided_by(questions: Sequence[Question]) -> str:
+    return "acc" if len({frozenset(question.choices) for question in questions}) == 1 else "acc_norm"
+
+
+def _write_tasks(place: Path, questions: Sequence[Question]) -> None:
+    place.mkdir(parents=True, exist_ok=True)
+    for task in dict.fromkeys(question.task for question in questions):
+        rows = [question.model_dump(mode="json", include={"id", "question", "choices", "answer"})
+                for question in questions if question.task == task]
+        content = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        file = place / f"{task}-{hashlib.sha256(content).hexdigest()[:16]}.jsonl"
+        file.write_bytes(content)
+        (place / f"{task}.yaml").write_text(yaml.safe_dump({
+            "task": task, "dataset_path": "json", "test_split": "test", "output_type": "multiple_choice",
+            "dataset_kwargs": {"data_files": {"test": str(file.absolute())},
+                               "cache_dir": str((place / "cache").absolute())},
+            "doc_to_text": PROMPT, "doc_to_choice": "choices", "doc_to_target": "answer",
+            "target_delimiter": DELIMITER, "num_fewshot": 0,
+            "metric_list": [{"metric": name, "aggregation": "mean", "higher_is_better": True}
+                            for name in ("acc", "acc_norm")]}))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """stdout belongs to the caller's result: whatever the harness prints goes to stderr, and its chatter nowhere."""
+    loggers = [logging.getLogger(name) for name in ("lm_eval", "datasets")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _item(question: Question, row: Mapping[str, Any], decided_by: str, tokenizer: Tokenizer) -> Item:
+    doc = row["doc"]
+    if (doc["question"], tuple(doc["choices"]), doc["answer"]) != (question.question, question.choices,
+                                                                   question.answer):
+        raise EvalError(f"lm-eval read question {question.id[:12]} of {question.task} as {doc['question']!r}",
+                        "A column was taken for dates or numbers; write its values as plain text.")
+    sums = np.array([response[0] for response in row["filtered_resps"]], dtype=np.float64)
+    lengths = np.array([len(choice) for choice in question.choices]) if decided_by == "acc_norm" else 1.0
+    scores = sums / lengths
+    broken = not np.isfinite(scores).all()
+    choice = int(np.argmax(scores))
+    margin = None if broken else float(scores[question.answer] - np.delete(scores, question.answer).max())
+    prompts = [split_tokens(tokenizer, context, continuation)[0] for context, continuation in row["arguments"]]
+    return Item(id=question.id, task=question.task, prompt_sha256=prompt_hash(prompts), target=question.answer,
+                choice=None if broken else choice, correct=bool(row[decided_by]) and not broken,
+                margin=margin, answer=None if broken else question.choices[choice],
+                n_choices=len(question.choices), document=question.document)
+
+
+def pooled_accuracy(items: Sequence[Item]) -> Accuracy | None:
+    """Share of right answers with its Wilson interval (95 %); None without items."""
+    if not items:
+        return None
+    right, n = sum(item.correct for item in items), len(items)
+    low, high = wilson(right, n)
+    return Accuracy(value=right / n, ci_low=low, ci_high=high, n=n, tasks=sorted({item.task for item in items}))
