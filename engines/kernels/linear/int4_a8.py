@@ -1,0 +1,60 @@
+"""W4A8: 4-bit group-wise weights, int8 activations with a scale per token and group of inputs.
+
+    out[t, r] = sum_g scale[r, g] * x_scale[t, g] * sum_{k in g} q[r, k] * c[t, k]     q in [-8, 7], c in [-127, 127]
+
+The inner sum is an exact int32 (at most 128 * 8 * 127, times 16 as the kernels hold 16 q); only the outer sum over
+groups is fp32. Activations come from a kernel with the ``INT8_GROUP`` epilogue (``engines.kernels.jit``), whose scale
+multiplies the code. The activation rounding costs about 0.6 % of a vector's norm, so this is a scheme of its own, not a
+faster way to run W4A16.
+
+``mma`` up to 32 tokens, ``dot`` for more (IGMMA on Hopper), ``mm`` (both sides widened to 16 bits) for prefill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from engines.kernels.impl import DeviceFacts, KernelConfig, LinearShape, Packed
+from engines.kernels.linear.int4_layout import Order, dequantize
+from engines.kernels.linear.int4_linear import Int4Linear, check_shapes, dot_configs, mma_configs, unpack_config
+
+__all__ = ["Int4A8"]
+
+_MMA = ((8, 1, 0), (4, 1, 0), (8, 2, 0), (4, 2, 0), (2, 1, 0), (8, 1, 2), (8, 1, 3), (4, 1, 4), (16, 1, 0))
+_MMA_WIDE = ((8, 2, 0), (4, 2, 0), (4, 4, 0), (8, 4, 0), (4, 1, 0), (8, 1, 0))
+_DOT = ((128, 8, 3, 0), (64, 4, 3, 0), (128, 8, 4, 0), (64, 4, 4, 0), (256, 8, 3, 0))
+
+
+class Int4A8(Int4Linear):
+    """x int8 codes [m, k] with x_scale float32 [m, k / group], out bf16 or fp16."""
+
+    name = "int4_a8"
+    order = Order.A8
+
+    def candidates(self, shape: LinearShape, device: DeviceFacts) -> Sequence[KernelConfig]:
+        """At most about 25 configurations, likely winner first; never empty for a supported shape."""
+        pdl = device.capability >= 90
+        configs = mma_configs(shape, _MMA if shape.m <= 8 else _MMA_WIDE, device, pdl=pdl)
+        if shape.m > 8 or not configs:
+            configs += dot_configs(shape, device, _DOT if shape.m > 32 else _DOT[:2], pdl=pdl)
+        if shape.m >= 128 or not device.capability:
+            configs.append(unpack_config(shape, pdl))
+        return configs
+
+    def check(self, x: torch.Tensor, packed: Packed, out: torch.Tensor, x_scale: torch.Tensor | None) -> None:
+        """Raises ValueError when the operands do not fit."""
+        check_shapes(self.name, x, packed, out)
+        wanted = (x.shape[0], packed.k // packed.group)
+        if x.dtype != torch.int8 or x_scale is None or x_scale.dtype != torch.float32:
+            raise ValueError(f"{self.name}: x is {x.dtype} with x_scale "
+                             f"{None if x_scale is None else x_scale.dtype}, expected int8 with float32")
+        if tuple(x_scale.shape) != wanted or not x_scale.is_contiguous():
+            raise ValueError(f"{self.name}: x_scale {list(x_scale.shape)} must be contiguous {list(wanted)}")
+
+    def twin(self, x: torch.Tensor, packed: Packed, *, x_scale: torch.Tensor | None = None) -> torch.Tensor:
+        """float32 [m, n] in plain torch."""
+        if x_scale is None:
+            raise ValueError(f"{self.name}: x_scale is missing")
+        return (x.float() * x_scale.repeat_interleave(packed.group, 1)) @ dequantize(packed, self.order).t()

@@ -1,0 +1,233 @@
+"""4-bit linears: storage is exactly invertible, every kernel agrees with its torch twin, nothing is left unwritten."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engines.kernels.impl import DeviceFacts, KernelConfig, LinearImpl, LinearShape
+from engines.kernels.linear.int4_a8 import Int4A8
+from engines.kernels.linear.int4_a16 import Int4A16
+from engines.kernels.linear.int4_layout import Geometry, Int4WeightError, Order, dequantize, pack_int4, unpack_int4
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+CPU = DeviceFacts("cpu", 0, 0, 0, 0)
+H200 = DeviceFacts("NVIDIA H200", 90, 132, 232448, 60 << 20)
+IMPLS = {"int4_a16": Int4A16(), "int4_a8": Int4A8()}
+# n, k, group: one tile, odd rows, padded runs, SmolLM2's widths, several runs
+WEIGHTS = [(16, 128, 32), (1, 32, 32), (33, 576, 64), (50, 1536, 64), (40, 1024, 128), (17, 640, 128), (64, 192, 32)]
+TOKENS = [1, 2, 17]
+
+
+def here() -> DeviceFacts:
+    if not CUDA:
+        return CPU
+    properties = torch.cuda.get_device_properties(0)
+    major, minor = torch.cuda.get_device_capability()
+    return DeviceFacts(properties.name, 10 * major + minor, properties.multi_processor_count, 0, 0)
+
+
+def weight(n: int, k: int, group: int, seed: int, exact: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    codes = torch.randint(-8, 8, (n, k), generator=g, dtype=torch.int8)
+    scale = torch.rand(n, k // group, generator=g) * 0.02 + 0.005
+    return codes, scale.half().float() if exact else scale
+
+
+def activations(name: str, m: int, k: int, group: int, seed: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(m, k, generator=g)
+    if name == "int4_a16":
+        return x.to(dtype), None
+    scale = (x.view(m, k // group, group).abs().amax(2) / 127).clamp_min(1e-12)
+    return (x / scale.repeat_interleave(group, 1)).round().to(torch.int8), scale
+
+
+def judge(out: torch.Tensor, want: torch.Tensor, rms: float, peak: float, what: object) -> None:
+    error = out.float() - want
+    assert torch.isfinite(out).all(), f"{what}: unwritten or not finite"
+    norm = want.square().mean().sqrt()
+    assert error.square().mean().sqrt() / norm < rms, f"{what}: rms {error.square().mean().sqrt() / norm:.2e}"
+    assert error.abs().max() / norm < peak, f"{what}: worst {error.abs().max() / norm:.2e}"
+
+
+def run(name: str, config: KernelConfig, case: tuple[int, int, int], m: int, dtype: torch.dtype, exact: bool = True) -> None:
+    n, k, group = case
+    impl = IMPLS[name]
+    codes, scale = weight(n, k, group, n + k, exact)
+    packed = impl.pack(codes.to(DEVICE), scale.to(DEVICE))
+    x, x_scale = activations(name, m, k, group, m, dtype)
+    x, x_scale = x.to(DEVICE), None if x_scale is None else x_scale.to(DEVICE)
+    out = torch.full((m, n), float("nan"), dtype=dtype, device=DEVICE)
+    needed = impl.workspace_bytes(LinearShape(m, n, k, group), config)
+    workspace = torch.zeros(needed, dtype=torch.uint8, device=DEVICE) if needed else None
+    got = impl.launch(x, packed, config, out, x_scale=x_scale, workspace=workspace)
+    assert got is out
+    rounds = config.kernel == "mm" or (config.kernel == "dot" and dict(config.meta).get("FOLD"))
+    rms, peak = (6e-3, 4e-2) if rounds else (2.5e-3, 1.6e-2) if CUDA else (5e-3, 3e-2)  # the interpreter truncates bf16
+    judge(out, impl.twin(x, packed, x_scale=x_scale), rms, peak, (name, config, case, m, dtype))
+
+
+def test_impls_follow_the_protocol():
+    assert all(isinstance(impl, LinearImpl) for impl in IMPLS.values())
+
+
+@pytest.mark.parametrize("order", list(Order))
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("case", WEIGHTS)
+def test_pack_is_exactly_invertible(case, exact, order):
+    n, k, group = case
+    codes, scale = weight(n, k, group, 3, exact)
+    packed = pack_int4(codes, scale, order)
+    back, back_scale = unpack_int4(packed, order)
+    assert torch.equal(back, codes) and torch.equal(back_scale, scale)
+    assert packed.tensors["scales"].dtype == (torch.float16 if exact else torch.float32)
+    expected = codes.double() * scale.double().repeat_interleave(group, 1)
+    assert torch.allclose(dequantize(packed, order).double(), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("order", list(Order))
+def test_words_lie_as_the_docstring_says(order):
+    n, k, group = 40, 256, 64
+    codes, scale = weight(n, k, group, 5)
+    words = pack_int4(codes, scale, order).tensors["words"]
+    assert words.shape == (Geometry(n, k, group).tiles, Geometry(n, k, group).chunks, 32, 4)
+    for row, col in torch.randint(0, 40, (40, 2), generator=torch.Generator().manual_seed(1)).tolist():
+        col = 6 * col
+        h, r, c, e = row % 16 // 8, row % 8, col % 32 // 8, col % 4
+        place = 4 * (2 * (e // 2) + h + 4 * (e % 2) if order is Order.A16 else 2 * e + h)
+        word = words[row // 16, col // 64, 4 * r + c, col % 64 // 32 * 2 + col % 8 // 4]
+        code = int(word) >> place & 15
+        assert (code - 8 if order is Order.A16 else (code + 8) % 16 - 8) == int(codes[row, col])
+
+
+def test_bfloat16_scales_are_kept_in_two_bytes():
+    codes, scale = weight(16, 128, 128, 1)
+    scale = (scale * 2.0**-30).bfloat16().float()
+    packed = pack_int4(codes, scale, Order.A16)
+    assert packed.tensors["scales"].dtype == torch.bfloat16
+    assert torch.equal(unpack_int4(packed, Order.A16)[1], scale)
+
+
+@pytest.mark.parametrize(("spoil", "message"), [
+    (lambda w, s: (w + 1, s), "reach"), (lambda w, s: (w, s * 0), "not finite and positive"),
+    (lambda w, s: (w, s / 0), "not finite and positive"), (lambda w, s: (w, None), "without scales"),
+    (lambda w, s: (w[:, :120], s), "do not give groups"), (lambda w, s: (w.float(), s), "expected int8"),
+])
+def test_bad_weights_are_refused(spoil, message):
+    with pytest.raises(Int4WeightError, match=message):
+        pack_int4(*spoil(*weight(16, 128, 64, 2)), Order.A16)
+
+
+@pytest.mark.parametrize("name", list(IMPLS))
+@pytest.mark.parametrize("case", WEIGHTS)
+def test_dot_agrees_with_the_twin(case, name):
+    for m in TOKENS if case[0] < 40 else (3,):
+        config = KernelConfig.of("dot", BLOCK_M=16, BLOCK_N=32, BLOCK_K=case[2], SPLIT_K=1, FOLD=0)
+        run(name, config, case, m, torch.float16 if m == 2 else torch.bfloat16, exact=m != 3)
+
+
+@pytest.mark.parametrize("name", list(IMPLS))
+def test_split_k_and_fold_agree_with_the_twin(name):
+    for split in (2, 3):
+        run(name, KernelConfig.of("dot", BLOCK_M=16, BLOCK_N=64, BLOCK_K=64, SPLIT_K=split, FOLD=0), (70, 576, 64), 5,
+            torch.bfloat16)
+    if name == "int4_a16":
+        for case in ((70, 576, 64), (33, 320, 32), (16, 384, 128)):
+            run(name, KernelConfig.of("dot", BLOCK_M=16, BLOCK_N=32, BLOCK_K=max(64, case[2]), SPLIT_K=1, FOLD=1), case, 5,
+                torch.bfloat16 if CUDA else torch.float16)
+
+
+@pytest.mark.parametrize("name", list(IMPLS))
+@pytest.mark.parametrize("case", WEIGHTS)
+def test_mm_agrees_with_the_twin(case, name):
+    run(name, KernelConfig.of("mm", BLOCK_N=32, BLOCK_K=max(64, case[2]), SPLIT_K=1), case, 19, torch.bfloat16 if CUDA else torch.float16)
+
+
+@pytest.mark.parametrize("name", list(IMPLS))
+def test_candidates_run_here(name):
+    shape = LinearShape(5, 65, 576, 64)
+    configs = IMPLS[name].candidates(shape, here())
+    assert 1 <= len(configs) <= 25
+    for config in configs if CUDA else configs[:3]:
+        run(name, config, (65, 576, 64), 5, torch.bfloat16 if config.kernel == "mma" else torch.float16)
+
+
+@pytest.mark.parametrize("name", list(IMPLS))
+@pytest.mark.parametrize(("n", "k", "group"), [(6144, 4096, 128), (28672, 4096, 128), (4096, 14336, 128), (576, 576, 64),
+                                               (49152, 576, 64), (576, 1536, 64), (77, 1536, 64)])
+def test_candidates_are_few_and_distinct(name, n, k, group):
+    for m in (1, 8, 16, 32, 64, 256, 16384):
+        configs = IMPLS[name].candidates(LinearShape(m, n, k, group), H200)
+        assert 2 <= len(configs) <= 26, (m, len(configs))
+        assert len(set(configs)) == len(configs)
+        assert all("SPLIT_K" in dict(c.meta) and "BLOCK_K" in dict(c.meta) for c in configs)
+
+
+@pytest.mark.parametrize("name", list(IMPLS))
+def test_empty_batch_launches_nothing(name):
+    impl = IMPLS[name]
+    packed = impl.pack(*(t.to(DEVICE) for t in weight(16, 64, 32, 1)))
+    x, x_scale = activations(name, 0, 64, 32, 1, torch.bfloat16) if name == "int4_a16" else (
+        torch.empty(0, 64, dtype=torch.int8), torch.empty(0, 2))
+    out = torch.empty(0, 16, dtype=torch.bfloat16, device=DEVICE)
+    config = impl.candidates(LinearShape(1, 16, 64, 32), here())[0]
+    assert impl.launch(x.to(DEVICE), packed, config, out, x_scale=None if x_scale is None else x_scale.to(DEVICE)) is out
+
+
+def test_wrong_operands_are_refused():
+    a16, a8 = IMPLS["int4_a16"], IMPLS["int4_a8"]
+    packed = a16.pack(*(t.to(DEVICE) for t in weight(16, 64, 32, 1)))
+    config = KernelConfig.of("dot", BLOCK_M=16, BLOCK_N=16, BLOCK_K=32, SPLIT_K=1, FOLD=0)
+    x = torch.zeros(2, 64, dtype=torch.bfloat16, device=DEVICE)
+    out = torch.zeros(2, 16, dtype=torch.bfloat16, device=DEVICE)
+    with pytest.raises(ValueError, match="do not fit"):
+        a16.launch(x[:, :32].contiguous(), packed, config, out)
+    with pytest.raises(ValueError, match="contiguous"):
+        a16.launch(x.t().contiguous().t(), packed, config, out)
+    with pytest.raises(ValueError, match="one 16-bit type"):
+        a16.launch(x.half(), packed, config, out)
+    with pytest.raises(ValueError, match="expected int8"):
+        a8.launch(x, packed, config, out)
+    with pytest.raises(ValueError, match="has no kernel"):
+        a16.launch(x, packed, KernelConfig.of("gemm"), out)
+    with pytest.raises(ValueError, match="workspace"):
+        a16.launch(x, packed, KernelConfig.of("mm", BLOCK_N=32, BLOCK_K=64, SPLIT_K=1), out)
+
+
+def test_unsupported_shapes_say_why():
+    for shape, word in ((LinearShape(1, 8, 100, 64), "multiple"), (LinearShape(1, 8, 96, 48), "groups"),
+                        (LinearShape(1, 2**20, 8192, 128), "2 GiB")):
+        assert word in (IMPLS["int4_a16"].supports(shape, H200) or "")
+    assert IMPLS["int4_a16"].supports(LinearShape(1, 576, 576, 64), H200) is None
+    assert "sm_75" in (IMPLS["int4_a8"].supports(LinearShape(1, 576, 576, 64), DeviceFacts("T4", 75, 40, 0, 0)) or "")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+@pytest.mark.parametrize("name", list(IMPLS))
+@pytest.mark.parametrize("case", [*WEIGHTS, (256, 4096, 128), (48, 14336, 128)])
+def test_mma_agrees_with_the_twin(case, name):
+    for m in (1, 3, 8, 9, 16, 25, 32):
+        tiles = 1 if m <= 8 else 2 if m <= 16 else 4
+        for warps, rows, programs in ((1, 1, 0), (4, 2, 0), (8, 1, 2), (8, 1, 0)):
+            config = KernelConfig.of("mma", num_warps=warps, RT=rows, NT=tiles, PROGRAMS=programs, BLOCK_K=0, SPLIT_K=1)
+            run(name, config, case, m, torch.float16 if m == 3 else torch.bfloat16, exact=m != 9)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+@pytest.mark.parametrize("name", list(IMPLS))
+def test_mma_rows_do_not_depend_on_their_batch_mates(name):
+    impl, (n, k, group) = IMPLS[name], (512, 4096, 128)
+    packed = impl.pack(*(t.to(DEVICE) for t in weight(n, k, group, 7)))
+    x, x_scale = activations(name, 32, k, group, 9, torch.bfloat16)
+    rows = {}
+    for m in (1, 5, 8, 16, 32):
+        tiles = 1 if m <= 8 else 2 if m <= 16 else 4
+        config = KernelConfig.of("mma", num_warps=8, RT=1, NT=tiles, PROGRAMS=0, BLOCK_K=0, SPLIT_K=1)
+        out = torch.empty(m, n, dtype=torch.bfloat16, device=DEVICE)
+        scale = None if x_scale is None else x_scale[:m].contiguous().to(DEVICE)
+        rows[m] = impl.launch(x[:m].contiguous().to(DEVICE), packed, config, out, x_scale=scale)[0]
+    assert all(torch.equal(row, rows[1]) for row in rows.values())
