@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from statistics import NormalDist
+from typing import TypeVar
 
 import numpy as np
 
@@ -114,10 +115,14 @@ def wilson(successes: float, n: int, z: float = 1.959964) -> tuple[float, float]
     return centre - reach, centre + reach
 
 
-def paired_drop(to_wrong: int, to_right: int, n: int) -> tuple[float, float]:
-    """(drop, standard error) as shares of ``n`` paired items: b right -> wrong, c wrong -> right."""
-    b, c = to_wrong + 0.5, to_right + 0.5
-    return (to_wrong - to_right) / n, math.sqrt((b + c) - (b - c) ** 2 / n) / n
+Numbers = TypeVar("Numbers", float, np.ndarray)
+
+
+def paired_drop(to_wrong: Numbers, to_right: Numbers, n: Numbers, half: Numbers | float = 0.5
+                ) -> tuple[Numbers, Numbers]:
+    """(drop, standard error) as shares of ``n`` paired items: b right -> wrong, c wrong -> right. Arrays broadcast."""
+    b, c = to_wrong + half, to_right + half
+    return (to_wrong - to_right) / n, np.sqrt((b + c) - (b - c) ** 2 / n) / n
 
 
 def stratified_drop(strata: Sequence[tuple[int, int, int]]) -> tuple[float, float]:
@@ -126,13 +131,9 @@ def stratified_drop(strata: Sequence[tuple[int, int, int]]) -> tuple[float, floa
     The half item of Agresti-Min is shared out by size, so one stratum gives exactly ``paired_drop``.
     """
     n = sum(size for _, _, size in strata)
-    drop = sum(b - c for b, c, _ in strata) / n
-    variance = 0.0
-    for to_wrong, to_right, size in strata:
-        half = 0.5 * size / n
-        b, c = to_wrong + half, to_right + half
-        variance += ((b + c) - (b - c) ** 2 / size) / n**2
-    return drop, math.sqrt(variance)
+    parts = [paired_drop(float(b), float(c), float(size), 0.5 * size / n) for b, c, size in strata]
+    drop = sum(size / n * part[0] for (_, _, size), part in zip(strata, parts, strict=True))
+    return drop, math.sqrt(sum((size / n * part[1]) ** 2 for (_, _, size), part in zip(strata, parts, strict=True)))
 
 
 def mcnemar_p(to_wrong: int, to_right: int) -> float:
@@ -149,15 +150,3 @@ def holm(p_values: Sequence[float]) -> list[float]:
         running = max(running, min(1.0, (len(p_values) - rank) * p_values[i]))
         adjusted[i] = running
     return adjusted
-
-
-def bootstrap_ratio_of_medians(new: Sequence[float], old: Sequence[float], *, seed: int = 0, draws: int = 4000,
-                               level: float = 0.95) -> tuple[float, float, float]:
-    """(ratio, low, high) of median(new)/median(old) over interleaved blocks; pairs are resampled together."""
-    a, b = np.asarray(new, dtype=float), np.asarray(old, dtype=float)
-    if a.shape != b.shape or a.ndim != 1 or len(a) < 2:
-        raise ValueError(f"{a.shape} and {b.shape} are not two equally long series of at least two blocks")
-    pick = np.random.default_rng(seed).integers(0, len(a), size=(draws, len(a)))
-    ratios = np.median(a[pick], axis=1) / np.median(b[pick], axis=1)
-    low, high = np.quantile(ratios, [(1 - level) / 2, (1 + level) / 2])
-    return float(np.median(a) / np.median(b)), float(low), float(high)

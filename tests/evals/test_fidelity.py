@@ -49,7 +49,8 @@ def test_nll_and_delta_are_those_of_the_full_distributions(baseline, near, score
         both = []
         for side in (scorer, near_scorer):
             rows = [full_logprobs(side._model, part) for part in parts]
-            both.append(sum(-float(row[range(len(part) - 1), part[1:]].sum()) for row, part in zip(rows, parts, strict=True)))
+            both.append(sum(-float(row[range(len(part) - 1), part[1:]].sum())
+                            for row, part in zip(rows, parts, strict=True)))
         assert score.nll == pytest.approx(both[1], abs=1e-3)
         assert score.tokens == sum(len(part) - 1 for part in parts)
         sums.append(both[1] - both[0])
