@@ -8,53 +8,17 @@ said in words on the axes ("lower is better"), since a reader should not need to
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import plotly.graph_objects as go
 
 from evals.report import Row
 from toolkit.report import words
+from toolkit.report.axes import COST, QUALITY, Axis
 from toolkit.report.style import FONT, LIGHT, SIGNS, Palette, marker
 
 if TYPE_CHECKING:
     import pandas
-
-
-@dataclass(frozen=True, slots=True)
-class Axis:
-    """A metric that can stand on an axis. ``scale`` turns the stored unit into the shown one."""
-
-    key: str
-    title: str
-    unit: str
-    lower_is_better: bool
-    scale: float = 1.0
-    digits: int = 1
-
-    @property
-    def heading(self) -> str:
-        better = "lower is better" if self.lower_is_better else "higher is better"
-        return f"{self.title}{f', {self.unit}' if self.unit else ''}  ·  {better}"
-
-
-QUALITY = {axis.key: axis for axis in (
-    Axis("delta_nll", "ΔNLL against the unquantized model", "nats/token", True, digits=4),
-    Axis("accuracy", "Accuracy", "%", False, 100.0),
-    Axis("kl_mean", "KL from the unquantized model", "nats/token", True, digits=4),
-    Axis("same_top1", "Same most probable token", "%", False, 100.0),
-    Axis("flips", "Answers that changed", "%", True, 100.0))}
-COST = {axis.key: axis for axis in (
-    Axis("tpot_ms", "Time per output token", "ms", True),
-    Axis("ttft_ms", "Time to first token", "ms", True),
-    Axis("out_tok_s", "Output tokens per second", "tok/s", False),
-    Axis("size_bytes", "Engine size", "MB", True, 1e-6),
-    Axis("peak_memory_bytes", "Peak memory", "MB", True, 1e-6))}
-
-
-def usable(table: pandas.DataFrame, axes: dict[str, Axis]) -> list[Axis]:
-    """The axes for which at least one engine has a figure."""
-    return [axis for axis in axes.values() if axis.key in table and table[axis.key].notna().any()]
 
 
 def layout(palette: Palette, height: int) -> dict[str, Any]:
@@ -107,14 +71,15 @@ def _point(row: Any, position: int, x: Axis, y: Axis, palette: Palette, place: s
 
 
 def _label_place(shown: pandas.DataFrame, row: Any, x: Axis, y: Axis) -> str:
-    """Above or below, towards the side with room: labels of neighbours at the same height do not meet."""
+    """Towards the side with room; among close neighbours the lowest is labelled below, the highest above."""
     span_x = (shown[x.key].max() - shown[x.key].min()) or 1.0
     span_y = (shown[y.key].max() - shown[y.key].min()) or 1.0
     right = "left" if row[x.key] > shown[x.key].min() + 0.8 * span_x else "right"
     near = shown[((shown[x.key] - row[x.key]).abs() < 0.2 * span_x)
                  & ((shown[y.key] - row[y.key]).abs() < 0.15 * span_y)]
-    below = len(near) > 1 and row[y.key] <= near[y.key].min()
-    return f"{'bottom' if below else 'top'} {right}"
+    if len(near) > 1 and row[y.key] <= near[y.key].min():
+        return f"bottom {right}"
+    return f"{'top' if row[y.key] >= near[y.key].max() else 'middle'} {right}"
 
 
 def _bar(row: Any, axis: Axis, color: str) -> dict[str, Any] | None:
@@ -144,7 +109,8 @@ def agreement(pairs: Sequence[words.Agreement], palette: Palette = LIGHT) -> go.
             ("engine", "circle", palette.accent, -0.14, [pair.engine for pair in pairs])):
         figure.add_scatter(
             x=[value.value for value in values], y=[position + shift for position in range(len(names))],
-            mode="markers", name=title, marker={"symbol": symbol, "size": 11, "color": color, "line": {"width": 2}},
+            mode="markers", name=title, marker={"symbol": symbol, "size": 11, "color": color,
+                                                          "line": {"width": 2, "color": color}},
             error_x={"type": "data", "symmetric": False, "color": color, "thickness": 1.5, "width": 5,
                      "array": [value.ci_high - value.value for value in values],
                      "arrayminus": [value.value - value.ci_low for value in values]},

@@ -15,7 +15,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from evals.report import Estimate, Reason, Row
-from toolkit.report import charts, tables, words
+from toolkit.report import axes, charts, tables, words
 from toolkit.report.style import DARK, LIGHT, SIGNS, Palette
 
 
@@ -70,8 +70,8 @@ def _figures(page: Page) -> dict[str, tuple[go.Figure, go.Figure]]:
     def add(name: str, draw: Any) -> None:
         found[name] = (draw(LIGHT), draw(DARK))
 
-    quality = charts.usable(table, charts.QUALITY)
-    for axis in charts.usable(table, charts.COST):
+    quality = axes.usable(table, axes.QUALITY)
+    for axis in axes.usable(table, axes.COST):
         if quality and axis.key in ("tpot_ms", "size_bytes"):
             add(f"tradeoff-{axis.key}", lambda palette, axis=axis: charts.tradeoff(
                 table, axis, quality[0], page.frontiers.get(axis.key, []), palette, page.margin))

@@ -1,0 +1,144 @@
+"""``toolkit``: one thin command a stage, and the one place where an error becomes two lines and an exit code.
+
+Exit codes: 0 done, 1 gate failed, 2 usage or configuration, 3 gate inconclusive or anomalous, 4 environment (no device,
+file, package, or run), 130 interrupted. An error that nobody foresaw is one line too; its traceback goes to a log.
+
+Nothing heavy is imported here: a verb's file names only options, and its body imports the rooms that it needs, so that
+``toolkit --help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+import typer
+
+from calib.errors import ENVIRONMENT, USAGE, ToolkitError
+from toolkit.commands import (
+    build,
+    data,
+    doctor,
+    evaluate,
+    gate,
+    generate,
+    inspect,
+    plan,
+    publish,
+    quantize,
+    releases,
+    run,
+    runs,
+    sweep,
+    ui,
+    verify,
+)
+from toolkit.home import find_home
+
+INTERRUPTED = 130
+
+app = typer.Typer(name="toolkit", no_args_is_help=True, add_completion=False, rich_markup_mode="rich",
+                  pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
+                  help="Calibrate, build, judge, compare and release quantized LLM engines.")
+for module in (doctor, data, plan, quantize, build, inspect, verify, generate, evaluate, sweep, gate, run, runs,
+               publish, releases, ui):
+    module.register(app)
+
+# typer has carried its own copy of click since 0.29 and depended on click before: take the class from where it is
+_ClickException: type[Exception] = next(kind for kind in typer.BadParameter.__mro__
+                                        if kind.__name__ == "ClickException")
+
+
+def main() -> None:
+    """The console script."""
+    sys.exit(run_command(sys.argv[1:]))
+
+
+def run_command(arguments: Sequence[str]) -> int:
+    """Run one command line and return its exit code; never raises for an error."""
+    as_json = "--json" in arguments
+    try:
+        code = app(args=list(arguments), standalone_mode=False, prog_name="toolkit")
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except ToolkitError as error:
+        return _report(as_json, error.code, error.message, error.hint, error.exit_code)
+    except _ClickException as error:
+        return _report(as_json, "usage", *_usage(error), USAGE)
+    except (KeyboardInterrupt, typer.Abort):
+        return _report(as_json, "interrupted", "interrupted", "Long work goes on where it stopped: run it again.",
+                       INTERRUPTED)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        return _report(as_json, *_foreseen(error) or _unforeseen(arguments, error))
+
+
+def _foreseen(error: Exception) -> tuple[str, str, str, int] | None:
+    """Faults of a record, a file system or an installation that surface as somebody else's exception."""
+    if isinstance(error, ImportError) and error.name:
+        return ("missing_package", f"package {error.name!r} is not installed, or is broken: {error}",
+                "Install the toolkit again: make install", ENVIRONMENT)
+    if isinstance(error, OSError) and error.strerror:
+        place = f" ({error.filename})" if error.filename else ""
+        return ("environment", f"{error.strerror}{place}", "Check the path, its permissions and the free space.",
+                ENVIRONMENT)
+    if type(error).__name__ == "ValidationError" and hasattr(error, "errors"):
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"]) or error.title  # type: ignore[attr-defined]
+        return "usage", f"{place}: {first['msg']} (found {first.get('input')!r})", "Correct the value.", USAGE
+    return None
+
+
+def _unforeseen(arguments: Sequence[str], error: Exception) -> tuple[str, str, str, int]:
+    where = _write_log(arguments)
+    return ("internal", f"unexpected {type(error).__name__}: {' '.join(str(error).split())[:300]}",
+            f"This is a fault of the toolkit; the traceback lies in {where}.", ENVIRONMENT)
+
+
+def _write_log(arguments: Sequence[str]) -> str:
+    from datetime import UTC, datetime
+
+    listed = list(arguments)
+    chosen = Path(listed[listed.index("--home") + 1]) if "--home" in listed[:-1] else None
+    text = f"toolkit {' '.join(listed)}\n\n{traceback.format_exc()}"
+    try:
+        folder = find_home(chosen).logs
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{os.getpid()}.log"
+        path.write_text(text, encoding="utf-8")
+        return str(path)
+    except (OSError, ToolkitError):
+        sys.stderr.write(text)
+        return "the lines above (no log could be written)"
+
+
+def _usage(error: Exception) -> tuple[str, str]:
+    """A parser's complaint as message and hint."""
+    message = str(error.format_message()).strip()  # type: ignore[attr-defined]
+    message, _, suggestion = message.partition(" Did you mean ")
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context is not None else "toolkit"
+    hint = f"Did you mean {suggestion} " if suggestion else ""
+    return message.rstrip("."), f"{hint}See `{command} --help`."
+
+
+def _report(as_json: bool, code: str, message: str, hint: str, exit_code: int) -> int:
+    if as_json:
+        sys.stdout.write(json.dumps({"error": {"code": code, "message": message, "hint": hint}},
+                                    ensure_ascii=False) + "\n")
+        return exit_code
+    from rich.markup import escape
+
+    from toolkit.console import stderr
+
+    console = stderr()
+    console.print(f"[bold red]error:[/] {escape(message)}", soft_wrap=True)
+    if hint:
+        console.print(f"[dim]hint:[/]  {escape(hint)}", soft_wrap=True)
+    return exit_code

@@ -1,0 +1,92 @@
+"""REF: how a user names something. A folder, a digest (prefix), ``alias:NAME``, or a model.
+
+The order is: ``alias:``, then a path that exists, then a digest prefix that the store knows, then a model in
+``<home>/models``, then a hub name (``owner/name``). Nothing is guessed from a name's spelling beyond that; a name that
+is none of these is refused with the nearest one known.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from calib.artifact import MANIFEST, Artifact
+from calib.errors import UnknownNameError
+from toolkit.errors import NoRunError, UsageError
+from toolkit.home import Home
+from toolkit.store import RunStore
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """What a name stands for. ``kind``: an artifact's kind, ``model``, or ``quantized-checkpoint`` of another tool."""
+
+    name: str
+    kind: str
+    path: Path
+
+    def of_kind(self, *kinds: str) -> Ref:
+        """Itself, or a UsageError that says what it is and what was wanted."""
+        if self.kind not in kinds:
+            raise UsageError(f"{self.name} is a {self.kind}, not {' or '.join(_article(kind) for kind in kinds)}",
+                             f"Give {' or '.join(_article(kind) for kind in kinds)}.")
+        return self
+
+
+def _article(kind: str) -> str:
+    return f"an {kind}" if kind[0] in "aeiou" else f"a {kind}"
+
+
+def resolve(name: str, home: Home, store: RunStore, *, offline: bool = False) -> Ref:
+    """UnknownNameError, UsageError or NoRunError when the name stands for nothing here."""
+    if name.startswith("alias:"):
+        return _alias(name, store)
+    path = Path(name).expanduser()
+    if path.exists():
+        return _path(name, path)
+    if found := store.resolve(name):
+        kind, place = found
+        if not place.is_dir():
+            raise NoRunError(f"{kind} {name} was at {place}, which is gone", "Make it again, or give its folder.")
+        return Ref(name, kind, place)
+    if (home.models / name / "config.json").is_file():
+        return _path(name, home.models / name)
+    if name.count("/") == 1 and not name.startswith((".", "/")):
+        from calib.model import resolve_model
+
+        return Ref(name, "model", resolve_model(name, offline=offline))
+    known = [folder.name for folder in home.models.glob("*") if not folder.name.startswith(".")]
+    known += [f"alias:{alias.alias}" for alias in store.aliases()]
+    raise UnknownNameError("folder, digest, alias or model", name, known)
+
+
+def _alias(name: str, store: RunStore) -> Ref:
+    from toolkit.release import engine_of_alias
+
+    alias = name.removeprefix("alias:")
+    known = store.aliases(alias)
+    if not known:
+        raise UnknownNameError("alias", alias, [found.alias for found in store.aliases()])
+    return Ref(name, "engine", engine_of_alias(known[0].target, alias))
+
+
+def _path(name: str, path: Path) -> Ref:
+    if path.is_file():
+        if path.suffix == ".gguf":
+            return Ref(name, "model", path)
+        raise UsageError(f"{path} is a file", "Give a folder, or a .gguf model.")
+    if (path / MANIFEST).is_file():
+        artifact = Artifact.open(path)
+        if artifact.kind == "release":
+            return Ref(name, "engine", artifact.path / "engine")
+        return Ref(name, artifact.kind, artifact.path)
+    config = path / "config.json"
+    if not config.is_file():
+        raise UsageError(f"{path} holds neither {MANIFEST} nor config.json", "Give a model, checkpoint or engine.")
+    try:
+        settings = json.loads(config.read_bytes())
+    except ValueError as error:
+        raise UsageError(f"{config} is not JSON: {error}", "Copy the model again.") from error
+    quantized = "quantization_config" in settings or (path / "hf_quant_config.json").is_file()
+    return Ref(name, "quantized-checkpoint" if quantized else "model", path)

@@ -1,0 +1,99 @@
+"""Small tables for the terminal: runs, checks, data, releases."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from evals.report import Row
+from toolkit.console import stdout, verdict_text
+from toolkit.report import tables, words
+from toolkit.store import Run, StoredRow
+
+if TYPE_CHECKING:
+    from evals.data import EvalData
+    from toolkit.health import Check
+    from toolkit.release import Release
+
+_STATES = {"ok": Text("✓", style="green"), "missing": Text("✕", style="red"), "note": Text("·", style="yellow")}
+_STATUS = {"finished": "green", "running": "cyan", "stopped": "yellow"}
+
+
+def _table(*columns: str, right: Sequence[str] = ()) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    for name in columns:
+        table.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    return table
+
+
+def health_table(checks: Sequence[Check]) -> Table:
+    table = _table("", "what", "found", "to do")
+    for check in checks:
+        table.add_row(_STATES[check.state], check.name, Text(check.found), Text(check.mend))
+    return table
+
+
+def data_table(parts: Mapping[str, EvalData]) -> Table:
+    table = _table("data", "texts", "questions", "licences", "folder", right=("texts",))
+    for name, data in parts.items():
+        tasks = ", ".join(f"{task} {len(data.task(task))}" for task in data.tasks) or words.MISSING
+        table.add_row(name, f"{len(data.texts)}", tasks, ", ".join(sorted(set(data.licences.values()))),
+                      Text(str(data.path)))
+    return table
+
+
+def runs_table(runs: Sequence[Run]) -> Table:
+    table = _table("run", "job", "status", "finished", "model")
+    for run in runs:
+        table.add_row(run.id, Text(run.job), Text(run.status, style=_STATUS.get(run.status, "")),
+                      (run.finished or words.MISSING)[:19].replace("T", " "),
+                      Text(str(run.facts.get("model", words.MISSING))))
+    return table
+
+
+def run_parts(run: Run, rows: Sequence[StoredRow]) -> list[RenderableType]:
+    """A run as it is printed: heading, table, what to know, recommendation, verdicts, agreement, report."""
+    from toolkit.report.choice import recommendation
+
+    plain = [stored.row for stored in rows]
+    parts: list[RenderableType] = [Text.assemble((run.job, "bold"), f"  run {run.id}  ",
+                                                 (run.status, _STATUS.get(run.status, "")))]
+    if not rows:
+        return [*parts, Text("No engine has been judged yet.", style="dim")]
+    parts += [tables.terminal(plain, stdout().width), Text("\n".join(tables.caption(plain)), style="dim"), Text("")]
+    parts += _verdict_lines(plain)
+    pairs = [pair for stored in rows if (pair := words.agreement(stored.row, stored.model_delta))]
+    if pairs:
+        parts += [Text(""), Text("What the engine itself adds to the loss (nats per token)", style="bold"),
+                  agreement_table(pairs)]
+    parts += [Text(recommendation(plain), style="bold")]
+    return [*parts, Text(f"report {run.report}", style="dim")] if run.report else parts
+
+
+def _verdict_lines(rows: Sequence[Row]) -> list[RenderableType]:
+    width = max(len(words.label(row)) for row in rows)
+    return [Text.assemble(words.label(row).ljust(width + 2), verdict_text(row.verdict), " " * (14 - len(row.verdict or "")),
+                          (row.verdict_reason or "", "dim")) for row in rows if row.verdict]
+
+
+def agreement_table(pairs: Sequence[words.Agreement]) -> Table:
+    table = _table("engine", "model in memory", "engine built from it", "added", "", right=(
+        "model in memory", "engine built from it", "added"))
+    for pair in pairs:
+        table.add_row(pair.label, words.nats_interval(pair.model), words.nats_interval(pair.engine),
+                      words.nats(pair.added), "within the interval" if pair.agrees else "outside the interval")
+    return table
+
+
+def releases_table(releases: Sequence[Release]) -> Table:
+    table = _table("release", "alias", "what", "verdict", "engine", "created")
+    for release in releases:
+        table.add_row(release.digest[:12], ", ".join(release.aliases) or words.MISSING, Text(release.name),
+                      verdict_text(release.verdict), release.engine_digest[:12],
+                      release.created[:19].replace("T", " "))
+    return table
