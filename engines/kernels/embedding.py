@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from engines.kernels.impl import DeviceFacts, KernelConfig
-from engines.kernels.jit import launch_options, next_pow2, gdc_launch, gdc_wait
+from engines.kernels.jit import gdc_launch, gdc_wait, launch_options, next_pow2
 
 
 @triton.jit

@@ -34,9 +34,6 @@ import triton.language as tl
 
 from engines.kernels.impl import KernelConfig
 
-__all__ = ["HAS_ASM", "INTERPRETED", "ActQuant", "clamp_fp8", "dp4a", "launch_options", "next_pow2", "gdc_launch", "gdc_wait",
-           "round_even", "scale_of", "store_act", "tanh", "to_fp8", "to_int8"]
-
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """True when kernels run in Triton's interpreter (no GPU): no inline asm, no PDL, no bf16 dot."""
 HAS_ASM = not INTERPRETED
@@ -57,6 +54,7 @@ class ActQuant(IntEnum):
         return self in (ActQuant.FP8_TOKEN, ActQuant.INT8_TOKEN)
 
 
+_INTERPRETED = tl.constexpr(INTERPRETED)
 _NONE = tl.constexpr(0)
 _FP8_STATIC = tl.constexpr(1)
 _FP8_TOKEN = tl.constexpr(2)
@@ -112,8 +110,20 @@ def clamp_fp8(x) -> tl.tensor:
 
 @triton.jit
 def to_fp8(x) -> tl.tensor:
-    """float32 -> e4m3, saturating."""
-    return clamp_fp8(x).to(tl.float8e4nv)
+    """float32 -> e4m3, saturating, ties to even. The interpreter's own cast loses the carry of a rounding and all
+    subnormals, so there the code is put together from the float's bits."""
+    x = clamp_fp8(x)
+    if _INTERPRETED:
+        bits = x.to(tl.int32, bitcast=True)
+        size = bits & 0x7FFFFFFF
+        rounded = size + 0x7FFFF + ((size >> 20) & 1)  # to 3 mantissa bits
+        small = round_even(tl.abs(x) * 512.0).to(tl.int32)  # multiples of 2**-9, the subnormal step
+        code = tl.where(size < 0x3C800000, small, (rounded >> 20) - 960)  # 2**-6; exponent bias 127 -> 7
+        code = tl.where(size > 0x7F800000, 0x7F, code) | ((bits >> 24) & 0x80)
+        r = code.to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    else:
+        r = x.to(tl.float8e4nv)
+    return r
 
 
 @triton.jit
@@ -172,4 +182,18 @@ def store_act(y, amax, row, cols, mask, out_ptr, out_stride, scales_ptr, num_gro
         codes = tl.reshape(to_int8(grouped * (1.0 / scale)[:, None]), (BLOCK,))
         tl.store(base + cols, codes, mask=mask)
         groups = tl.min(cols, 0) // GROUP + tl.arange(0, BLOCK // GROUP)
-        tl.store(scales_ptr + tl.cast(row, tl.int64) * num_groups + groups, scale, mask=groups < num_groups)
+        known = tl.max(tl.reshape((mask & (cols >= 0)).to(tl.int32), (BLOCK // GROUP, GROUP)), 1) > 0
+        tl.store(scales_ptr + tl.cast(row, tl.int64) * num_groups + groups, scale, mask=known)
+
+
+@triton.jit
+def dot_operand(x, EXACT: tl.constexpr) -> tl.tensor:
+    """A loaded tile as tl.dot takes it: 8-bit KV codes become fp16 (e4m3 and int8 fit exactly, and fp8's hardware
+    conversion goes there), 16-bit stays. EXACT (the interpreter, where bf16 dots are wrong) makes everything float32."""
+    if EXACT:
+        r = x.to(tl.float32)
+    elif x.dtype == tl.float8e4nv or x.dtype == tl.int8:
+        r = x.to(tl.float16)
+    else:
+        r = x
+    return r

@@ -13,8 +13,8 @@ the per-token amax needs no second dependent reduction: max|y| = rsqrt(..) * max
 squares.
 
 Without ``residual`` it is the first norm of the model (``residual_out`` then stores x itself if given). With ``rows``
-[r] it is the last one: output row i is made from row rows[i] of x and residual, so that only rows that will be sampled are
-normalised. Gemma's (1 + weight) is folded into ``weight`` at build time (float32 weights are fine).
+[r] it is the last one: output row i is made from row rows[i] of x and residual, so that only rows that will be sampled
+are normalised. Gemma's (1 + weight) is folded into ``weight`` at build time (float32 weights are fine).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from engines.kernels.impl import DeviceFacts, KernelConfig
-from engines.kernels.jit import ActQuant, launch_options, next_pow2, gdc_launch, gdc_wait, store_act
+from engines.kernels.jit import ActQuant, gdc_launch, gdc_wait, launch_options, next_pow2, store_act
 from engines.kernels.quantize import check_act, store_act_twin
 
 

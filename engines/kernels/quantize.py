@@ -1,8 +1,8 @@
 """Activation quantization: the host side that norm, silu_mul and attention share, and the pass that does only that.
 
 Most activations are quantized in the epilogue of the kernel that makes them (``jit.store_act``). What is left for a
-pass of its own is an attention output quantized per token: its heads are made by different programs, so no program sees the
-whole row. The pass reads a row once [n] (optionally times ``pre_quant_scale`` [n]), finds its amax and writes codes and
+pass of its own is an attention output quantized per token: its heads are made by different programs, so no program sees
+the whole row. The pass reads a row once [n] (optionally times ``pre_quant_scale`` [n]), finds its amax and writes codes and
 scale: one program a row, 2 n bytes read, n written; at one token its time is launch latency.
 
 Modes and scale conventions: ``jit`` module docstring. Group codes lie in plain row order, group scales as [m, n/group].
@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from engines.kernels.impl import DeviceFacts, KernelConfig
-from engines.kernels.jit import ActQuant, launch_options, next_pow2, gdc_launch, gdc_wait, store_act
+from engines.kernels.jit import ActQuant, gdc_launch, gdc_wait, launch_options, next_pow2, store_act
 
 FP8_MAX = 448.0
 INT8_MAX = 127.0
@@ -55,7 +55,7 @@ def store_act_twin(y: torch.Tensor, out: torch.Tensor, quant: ActQuant = ActQuan
     else:
         assert scales is not None
         largest = FP8_MAX if quant is ActQuant.FP8_TOKEN else INT8_MAX
-        grouped = y.reshape(*scales.shape, -1)
+        grouped = y.reshape(*scales.shape, group or y.shape[1])
         if y.numel():
             scales.copy_(grouped.abs().amax(-1).clamp(min=1e-12) / largest)
         codes = (grouped * (1.0 / scales)[..., None]).clamp(-largest, largest).reshape(y.shape)
@@ -73,7 +73,8 @@ def dequantize(codes: torch.Tensor, quant: ActQuant, input_scale: torch.Tensor |
         raise ValueError(f"{quant.name} needs its scale")
     if quant is ActQuant.FP8_STATIC:
         return values * scale
-    return (values.reshape(*scale.shape, -1) * scale[..., None]).reshape(values.shape)
+    width = values.shape[1] if scale.dim() == 1 else values.shape[1] // scale.shape[1]
+    return (values.reshape(*scale.shape, width) * scale[..., None]).reshape(values.shape)
 
 
 @triton.jit

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from engines.kernels.impl import DeviceFacts, KernelConfig
-from engines.kernels.jit import ActQuant, launch_options, next_pow2, gdc_launch, gdc_wait, store_act, tanh
+from engines.kernels.jit import ActQuant, gdc_launch, gdc_wait, launch_options, next_pow2, store_act, tanh
 from engines.kernels.quantize import check_act, store_act_twin
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}

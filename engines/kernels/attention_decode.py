@@ -1,0 +1,314 @@
+"""Decode attention over the paged KV cache, split along the context so that the whole chip works at any batch.
+
+One query token a sequence (or ``query_len`` of them: the drafted tokens of speculative decoding) attends to its
+``seq_len`` cached tokens, itself included. It is a read of the KV cache, once: 2 * seq_len * num_kv_heads * head_dim
+elements a sequence; the time floor is those bytes over the memory bandwidth.
+
+**GQA.** The q heads of one kv head form the rows of one tile ([query_len * group] padded to 16 for the matrix unit), so
+K and V are read once for all of them.
+
+**Work items.** ``attention_plan`` cuts every context into items of near-equal length, on the device. The grid is fixed
+(kv heads x item capacity); programs beyond the plan's item count return at once.
+
+**Partials.** The online softmax of an item (base 2: scores carry log2(e)) leaves, per row, m = running maximum,
+l = sum of 2^(s - m) and acc = sum of 2^(s - m) v. A sequence of one item writes acc / l straight to the output: short
+contexts pay for nothing else. Otherwise partials go to a float32 workspace and are added *in item order*, either by the
+program that arrives last (``MERGE`` 1: a counter per (sequence, kv head), reset by that program) or by a second kernel
+(``MERGE`` 0, one program a row): the same sums in the same order.
+
+    acc    float32 [capacity, num_kv_heads, query_len * group, head_dim], stats float32 [.., 2] = (m, l)
+
+**8-bit KV** is converted to fp16 in registers (exact); k_scale multiplies the scores, v_scale the output. **Output**
+may leave quantized: fp8 with a static scale, or int8 groups that divide head_dim; per-token modes take
+``quantize.launch`` afterwards. seq_len 0 (a padded row) gives zeros. Cache layout: ``rope_kv`` docstring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from engines.kernels.attention_plan import Workspace
+from engines.kernels.attention_twin import attend_twin, gather_cache
+from engines.kernels.impl import DeviceFacts, KernelConfig
+from engines.kernels.jit import (
+    INTERPRETED,
+    ActQuant,
+    dot_operand,
+    gdc_launch,
+    gdc_wait,
+    launch_options,
+    next_pow2,
+    store_act,
+    tanh,
+)
+from engines.kernels.quantize import check_act, store_act_twin
+from engines.kernels.rope_kv import check_cache
+
+
+@triton.jit
+def _store_rows(y, sequence, kv_head, row, dims, out_ptr, scales_ptr, input_scale_ptr, pre_quant_ptr, out_stride,
+                num_groups, QUERY_LEN: tl.constexpr, GQA: tl.constexpr, HEAD_DIM: tl.constexpr, QUANT: tl.constexpr,
+                GROUP: tl.constexpr) -> None:
+    """Store ``y`` [R, D] of rows ``row`` [R] (row = token * GQA + head in group) of a (sequence, kv head)."""
+    SIZE: tl.constexpr = y.shape[0] * y.shape[1]
+    mask = tl.reshape((row < QUERY_LEN * GQA)[:, None] & (dims < HEAD_DIM)[None, :], (SIZE,))
+    cols = tl.reshape((kv_head * GQA + row % GQA)[:, None] * HEAD_DIM + dims[None, :], (SIZE,))
+    flat = tl.reshape(y, (SIZE,))
+    if pre_quant_ptr is not None:
+        flat = flat * tl.load(pre_quant_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    if QUERY_LEN == 1:
+        token = sequence
+    else:
+        token = tl.reshape((sequence * QUERY_LEN + row // GQA)[:, None] + dims[None, :] * 0, (SIZE,))
+    store_act(flat, 0.0, token, cols, mask, out_ptr, out_stride, scales_ptr, num_groups, input_scale_ptr, QUANT, GROUP,
+              SIZE)
+
+
+@triton.jit
+def _merge(first, splits, sequence, kv_head, row, dims, acc_ptr, stats_ptr, v_scale_ptr, out_ptr, scales_ptr,
+           input_scale_ptr, pre_quant_ptr, out_stride, num_groups, num_kv_heads, QUERY_LEN: tl.constexpr,
+           GQA: tl.constexpr, HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr, QUANT: tl.constexpr, GROUP: tl.constexpr
+           ) -> None:
+    """Add the partials of rows ``row`` [R] over items first .. first + splits, CHUNK items at a time, and store."""
+    LIVE: tl.constexpr = QUERY_LEN * GQA
+    top = tl.full((row.shape[0],), float("-inf"), tl.float32)
+    total = tl.zeros((row.shape[0],), tl.float32)
+    acc = tl.zeros((row.shape[0], dims.shape[0]), tl.float32)
+    for start in range(0, splits, CHUNK):
+        split = start + tl.arange(0, CHUNK)
+        slot = ((first + split).to(tl.int64)[:, None] * num_kv_heads + kv_head) * LIVE + row[None, :]
+        live = (split < splits)[:, None] & (row < LIVE)[None, :]
+        part = tl.load(acc_ptr + slot[:, :, None] * HEAD_DIM + dims[None, None, :],
+                       mask=live[:, :, None] & (dims < HEAD_DIM)[None, None, :], other=0.0, cache_modifier=".cg")
+        m = tl.load(stats_ptr + slot * 2, mask=live, other=float("-inf"), cache_modifier=".cg")
+        part_l = tl.load(stats_ptr + slot * 2 + 1, mask=live, other=0.0, cache_modifier=".cg")
+        new_top = tl.maximum(top, tl.max(m, 0))
+        safe = tl.where(new_top == float("-inf"), 0.0, new_top)
+        old = tl.exp2(top - safe)
+        weight = tl.exp2(m - safe[None, :])
+        total = total * old + tl.sum(weight * part_l, 0)
+        acc = acc * old[:, None] + tl.sum(weight[:, :, None] * part, 0)
+        top = new_top
+    scale = 1.0 / tl.where(total > 0.0, total, 1.0)
+    if v_scale_ptr is not None:
+        scale = scale * tl.load(v_scale_ptr)
+    _store_rows(acc * scale[:, None], sequence, kv_head, row, dims, out_ptr, scales_ptr, input_scale_ptr, pre_quant_ptr,
+                out_stride, num_groups, QUERY_LEN, GQA, HEAD_DIM, QUANT, GROUP)
+
+
+@triton.jit
+def merge_kernel(plan_ptr, acc_ptr, stats_ptr, v_scale_ptr, out_ptr, scales_ptr, input_scale_ptr, pre_quant_ptr, capacity,
+                 out_stride, num_groups, num_kv_heads, QUERY_LEN: tl.constexpr, GQA: tl.constexpr, HEAD_DIM: tl.constexpr,
+                 BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, QUANT: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr
+                 ) -> None:
+    """One program a (row of a kv head, kv head, sequence); those of one item have nothing to do."""
+    kv_head = tl.program_id(1)
+    sequence = tl.program_id(2)
+    gdc_launch(PDL)
+    gdc_wait(PDL)
+    own = plan_ptr + (1 + capacity + sequence) * 8
+    first = tl.load(own)
+    splits = tl.load(own + 1)
+    if splits > 1:
+        row = tl.program_id(0) + tl.arange(0, 1)
+        _merge(first, splits, sequence, kv_head, row, tl.arange(0, BLOCK_D), acc_ptr, stats_ptr, v_scale_ptr, out_ptr,
+               scales_ptr, input_scale_ptr, pre_quant_ptr, out_stride, num_groups, num_kv_heads, QUERY_LEN, GQA, HEAD_DIM,
+               CHUNK, QUANT, GROUP)
+
+
+@triton.jit
+def _attend(q, begin, end, last_key, table_ptr, k_ptr, v_ptr, kv_head, num_kv_heads, dims, qk_scale,
+            QUERY_LEN: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+            WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr):
+    """Online softmax of q [R, D] over keys begin .. end; returns (m, l, acc). ``last_key`` [R] is each row's own key."""
+    m = tl.full((q.shape[0],), float("-inf"), tl.float32)
+    total = tl.zeros((q.shape[0],), tl.float32)
+    acc = tl.zeros((q.shape[0], q.shape[1]), tl.float32)
+    for start in tl.range(begin, end, TILE):
+        key = start + tl.arange(0, TILE)
+        inside = key < end
+        block = tl.load(table_ptr + key // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+        offset = (block * num_kv_heads + kv_head) * (BLOCK_SIZE * HEAD_DIM) + (key % BLOCK_SIZE) * HEAD_DIM
+        if q.shape[1] == HEAD_DIM:
+            k = tl.load(k_ptr + offset[None, :] + dims[:, None], mask=inside[None, :], other=0.0)
+            v = tl.load(v_ptr + offset[:, None] + dims[None, :], mask=inside[:, None], other=0.0)
+        else:
+            k = tl.load(k_ptr + offset[None, :] + dims[:, None], mask=inside[None, :] & (dims < HEAD_DIM)[:, None],
+                        other=0.0)
+            v = tl.load(v_ptr + offset[:, None] + dims[None, :], mask=inside[:, None] & (dims < HEAD_DIM)[None, :],
+                        other=0.0)
+        s = tl.dot(q, dot_operand(k, EXACT)) * qk_scale
+        if SOFTCAP > 0:
+            s = (SOFTCAP * 1.4426950408889634) * tanh(s)
+        seen = inside[None, :]
+        if QUERY_LEN > 1:
+            seen = seen & (key[None, :] <= last_key[:, None])
+        if WINDOW > 0:
+            seen = seen & (key[None, :] > last_key[:, None] - WINDOW)
+        s = tl.where(seen, s, float("-inf"))
+        m_new = tl.maximum(m, tl.max(s, 1))
+        safe = tl.where(m_new == float("-inf"), 0.0, m_new)
+        p = tl.exp2(s - safe[:, None])
+        old = tl.exp2(m - safe)
+        total = total * old + tl.sum(p, 1)
+        v = dot_operand(v, EXACT)
+        acc = tl.dot(p.to(v.dtype), v, acc * old[:, None])
+        m = m_new
+    return m, total, acc
+
+
+@triton.jit
+def decode_kernel(q_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, acc_ptr, stats_ptr, counter_ptr, k_scale_ptr, v_scale_ptr,
+                  out_ptr, scales_ptr, input_scale_ptr, pre_quant_ptr, sm_scale, capacity, table_stride, out_stride,
+                  num_groups, num_kv_heads, QUERY_LEN: tl.constexpr, GQA: tl.constexpr, HEAD_DIM: tl.constexpr,
+                  BLOCK_D: tl.constexpr, ROWS: tl.constexpr, LIVE2: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+                  TILE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MERGE: tl.constexpr,
+                  CHUNK: tl.constexpr, QUANT: tl.constexpr, GROUP: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr
+                  ) -> None:
+    """One program a (kv head, item). LIVE2 >= query_len * GQA rows are merged, ROWS >= 16 of them are attended."""
+    kv_head = tl.program_id(0)
+    item = tl.program_id(1)
+    gdc_launch(PDL)
+    gdc_wait(PDL)
+    record = plan_ptr + (1 + item) * 8
+    items = tl.load(plan_ptr)
+    sequence = tl.load(record)
+    begin = tl.load(record + 1)
+    end = tl.load(record + 2)
+    seq_len = tl.load(record + 3)
+    split = tl.load(record + 4)
+    splits = tl.load(record + 5)
+    if item < items:
+        LIVE: tl.constexpr = QUERY_LEN * GQA
+        row = tl.arange(0, ROWS)
+        dims = tl.arange(0, BLOCK_D)
+        token = sequence.to(tl.int64) * QUERY_LEN + row // GQA
+        q = tl.load(q_ptr + ((token * num_kv_heads + kv_head) * GQA + row % GQA)[:, None] * HEAD_DIM + dims[None, :],
+                    mask=(row < LIVE)[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+        qk_scale = sm_scale
+        if k_ptr.dtype.element_ty == tl.float8e4nv or k_ptr.dtype.element_ty == tl.int8:
+            qk_scale = sm_scale * tl.load(k_scale_ptr)
+            q = tl.minimum(tl.maximum(q.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
+        if SOFTCAP == 0:
+            qk_scale = qk_scale * 1.4426950408889634
+        else:
+            qk_scale = qk_scale / SOFTCAP
+        m, total, acc = _attend(dot_operand(q, EXACT), begin, end, seq_len - QUERY_LEN + row // GQA,
+                                table_ptr + sequence.to(tl.int64) * table_stride, k_ptr, v_ptr, kv_head, num_kv_heads,
+                                dims, qk_scale, QUERY_LEN, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, EXACT)
+        if splits == 1:
+            scale = 1.0 / tl.where(total > 0.0, total, 1.0)
+            if v_scale_ptr is not None:
+                scale = scale * tl.load(v_scale_ptr)
+            _store_rows(acc * scale[:, None], sequence, kv_head, row, dims, out_ptr, scales_ptr, input_scale_ptr,
+                        pre_quant_ptr, out_stride, num_groups, QUERY_LEN, GQA, HEAD_DIM, QUANT, GROUP)
+        else:
+            slot = (item.to(tl.int64) * num_kv_heads + kv_head) * LIVE + row
+            tl.store(acc_ptr + slot[:, None] * HEAD_DIM + dims[None, :], acc,
+                     mask=(row < LIVE)[:, None] & (dims < HEAD_DIM)[None, :])
+            tl.store(stats_ptr + slot * 2, m, mask=row < LIVE)
+            tl.store(stats_ptr + slot * 2 + 1, total, mask=row < LIVE)
+            if MERGE == 1:
+                counter = counter_ptr + sequence * num_kv_heads + kv_head
+                tl.debug_barrier()
+                if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
+                    tl.store(counter, 0)
+                    _merge(item - split, splits, sequence, kv_head, tl.arange(0, LIVE2), dims, acc_ptr, stats_ptr,
+                           v_scale_ptr, out_ptr, scales_ptr, input_scale_ptr, pre_quant_ptr, out_stride, num_groups,
+                           num_kv_heads, QUERY_LEN, GQA, HEAD_DIM, CHUNK, QUANT, GROUP)
+
+
+def candidates(head_dim: int, block_size: int, kv_bytes: int, device: DeviceFacts, *,
+               deterministic: bool = False) -> Sequence[KernelConfig]:
+    """Tiles and split rules to try; the first is the default. ``kv_bytes``: of one cache element."""
+    pdl = device.capability >= 90
+    sms = max(1, device.num_sms)
+    tiles = ((64, 4, 3), (64, 4, 2), (128, 4, 2), (32, 2, 4), (64, 2, 3)) if kv_bytes * head_dim <= 256 else (
+        (32, 4, 2), (32, 4, 3), (64, 4, 2))
+    found = []
+    for tile, warps, stages in tiles:
+        if stages * 2 * tile * head_dim * kv_bytes > device.shared_bytes:
+            continue
+        for merge in (1, 0):
+            rules = [(512, 0, 0), (256, 0, 0)] if deterministic else [
+                (0, 2 * sms, 256), (0, 4 * sms, 256), (0, 3 * sms, 128)]
+            found += [KernelConfig.of("split", TILE=tile, SPLIT=split, TARGET=target, MIN_SPLIT=least, MERGE=merge,
+                                      num_warps=warps, num_stages=stages, pdl=pdl) for split, target, least in rules]
+    return found
+
+
+def _check(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor, out: torch.Tensor,
+           batch: int, query_len: int, quant: ActQuant, group: int, k_scale: torch.Tensor | None,
+           v_scale: torch.Tensor | None) -> tuple[int, int, int, int]:
+    num_kv_heads, block_size, head_dim = check_cache(k_cache, v_cache, k_scale, v_scale)
+    num_heads = q.shape[1]
+    if q.shape != (batch * query_len, num_heads, head_dim) or not q.is_contiguous() or num_heads % num_kv_heads:
+        raise ValueError(f"q must be contiguous [{batch * query_len}, a multiple of {num_kv_heads}, {head_dim}], found "
+                         f"{tuple(q.shape)}")
+    if block_table.shape[0] != batch or block_table.dtype != torch.int32 or block_table.stride(1) != 1:
+        raise ValueError(f"block_table must be int32 [{batch}, blocks], found {block_table.dtype} "
+                         f"{tuple(block_table.shape)}")
+    if quant.per_token:
+        raise ValueError(f"{quant.name} needs the whole row: store bf16 here and use quantize.launch")
+    if group and (head_dim % group or query_len != 1 or head_dim != next_pow2(head_dim)):
+        raise ValueError(f"INT8_GROUP here needs groups that divide a power-of-two head_dim and query_len 1, found group "
+                         f"{group}, head_dim {head_dim}, query_len {query_len}: store bf16 and use quantize.launch")
+    return num_heads, num_kv_heads, block_size, head_dim
+
+
+def launch(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor, work: Workspace,
+           out: torch.Tensor, config: KernelConfig, *, sm_scale: float, softcap: float = 0.0,
+           k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None,
+           pre_quant_scale: torch.Tensor | None = None, quant: ActQuant = ActQuant.NONE, group: int = 0,
+           input_scale: torch.Tensor | None = None, scales: torch.Tensor | None = None) -> torch.Tensor:
+    """Fill ``out`` [batch * query_len, num_heads * head_dim] for the lengths that ``make_plan`` saw.
+
+    ``q`` [batch * query_len, num_heads, head_dim], tokens of a sequence adjacent; ``block_table`` [batch, blocks]
+    int32. Graph safe. Raises ValueError on a misfit.
+    """
+    num_heads, num_kv_heads, block_size, head_dim = _check(
+        q, k_cache, v_cache, block_table, out, work.batch, work.query_len, quant, group, k_scale, v_scale)
+    check_act(out, q.shape[0], num_heads * head_dim, quant, group, input_scale, scales)
+    if not work.batch:
+        return out
+    gqa, block_d, options = num_heads // num_kv_heads, next_pow2(head_dim), launch_options(config)
+    live = work.query_len * gqa
+    num_groups = num_heads * head_dim // group if group else 0
+    common = {"QUERY_LEN": work.query_len, "GQA": gqa, "HEAD_DIM": head_dim, "BLOCK_D": block_d, "QUANT": int(quant),
+              "GROUP": group}
+    decode_kernel[(num_kv_heads, work.capacity)](
+        q, k_cache, v_cache, block_table, work.plan, work.acc, work.stats, work.counters, k_scale, v_scale, out, scales,
+        input_scale, pre_quant_scale, sm_scale, work.capacity, block_table.stride(0), out.stride(0), num_groups,
+        num_kv_heads, ROWS=max(16, next_pow2(live)), LIVE2=next_pow2(live), BLOCK_SIZE=block_size, TILE=config["TILE"],
+        WINDOW=work.window, SOFTCAP=softcap, MERGE=config["MERGE"], EXACT=INTERPRETED,
+        CHUNK=max(1, min(16, 8192 // (next_pow2(live) * block_d))), **common, **options)
+    if not config["MERGE"]:
+        options["num_stages"] = 1
+        merge_kernel[(live, num_kv_heads, work.batch)](
+            work.plan, work.acc, work.stats, v_scale, out, scales, input_scale, pre_quant_scale, work.capacity,
+            out.stride(0), num_groups, num_kv_heads, CHUNK=max(1, 4096 // block_d), **common, **options)
+    return out
+
+
+def twin(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor,
+         seq_lens: torch.Tensor, out: torch.Tensor, config: KernelConfig | None = None, *, sm_scale: float,
+         softcap: float = 0.0, window: int = 0, query_len: int = 1, k_scale: torch.Tensor | None = None,
+         v_scale: torch.Tensor | None = None, pre_quant_scale: torch.Tensor | None = None,
+         quant: ActQuant = ActQuant.NONE, group: int = 0, input_scale: torch.Tensor | None = None,
+         scales: torch.Tensor | None = None) -> torch.Tensor:
+    """The same in plain torch, float32; takes ``seq_lens`` (and window, query_len) where the kernel takes the plan."""
+    _check(q, k_cache, v_cache, block_table, out, block_table.shape[0], query_len, quant, group, k_scale, v_scale)
+    y = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    for i, length in enumerate(seq_lens.tolist()):
+        if length:
+            rows = slice(i * query_len, (i + 1) * query_len)
+            k, v = gather_cache(k_cache, v_cache, block_table[i], length, k_scale, v_scale)
+            y[rows] = attend_twin(q[rows].float(), k, v, sm_scale, softcap, window)
+    flat = y.reshape(q.shape[0], -1)
+    store_act_twin(flat if pre_quant_scale is None else flat * pre_quant_scale.float(), out, quant, group, input_scale,
+                   scales)
+    return out

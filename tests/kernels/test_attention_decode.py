@@ -1,0 +1,150 @@
+"""Paged split-KV decode attention against plain torch: every length is a case in one batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from engines.kernels import attention_decode, attention_plan, quantize
+from engines.kernels.impl import KernelConfig
+from engines.kernels.jit import ActQuant
+
+BALANCED = KernelConfig.of("split", TILE=16, SPLIT=0, TARGET=12, MIN_SPLIT=16, MERGE=1)
+SEPARATE = KernelConfig.of("split", TILE=16, SPLIT=0, TARGET=12, MIN_SPLIT=32, MERGE=0)
+FIXED = KernelConfig.of("split", TILE=16, SPLIT=32, TARGET=0, MIN_SPLIT=0, MERGE=1)
+
+
+def problem(lens, heads, kv_heads, head_dim, block, dtype, device, query_len=1):
+    """q, caches with NaN in every slot that no sequence owns, block table, scales."""
+    torch.manual_seed(sum(lens) + heads)
+    blocks = [-(-n // block) for n in lens]
+    pool = sum(blocks) + 2
+    order = torch.randperm(pool - 1)[: sum(blocks)] + 1
+    table = torch.zeros(len(lens), max([*blocks, 1]) + 1, dtype=torch.int32)
+    coded = dtype in (torch.float8_e4m3fn, torch.int8)
+    caches = []
+    for _ in range(2):
+        cache = torch.full((pool, kv_heads, block, head_dim), float("nan") if dtype != torch.int8 else -128.0)
+        at = 0
+        for i, n in enumerate(lens):
+            table[i, : blocks[i]] = order[at : at + blocks[i]].int()
+            at += blocks[i]
+            values = torch.randn(n, kv_heads, head_dim) * (20 if coded else 1)
+            slot = torch.arange(n)
+            cache[table[i].long()[slot // block], :, slot % block] = values.round() if dtype == torch.int8 else values
+        caches.append(cache.to(dtype).to(device))
+    q = torch.randn(len(lens) * query_len, heads, head_dim).bfloat16().to(device)
+    scale = torch.tensor(0.05, device=device) if coded else None
+    return q, *caches, table.to(device), {"k_scale": scale, "v_scale": scale}
+
+
+def run_both(lens, heads, kv_heads, head_dim, block, dtype, device, config, *, query_len=1, window=0, quant=ActQuant.NONE,
+             group=0, **keys):
+    q, k, v, table, scales_kv = problem(lens, heads, kv_heads, head_dim, block, dtype, device, query_len)
+    seq_lens = torch.tensor(lens, dtype=torch.int32, device=device)
+    work = attention_plan.workspace(len(lens), max(lens), heads, kv_heads, head_dim, config, device, query_len=query_len,
+                                    window=window)
+    work.acc.fill_(float("nan"))
+    attention_plan.make_plan(seq_lens, work, kv_heads, config)
+    common = {"sm_scale": head_dim**-0.5, "quant": quant, "group": group, **scales_kv, **keys}
+    results = []
+    for which in ("launch", "twin", "launch"):
+        shape = (q.shape[0], heads * head_dim)
+        out = torch.full(shape, float("nan"), device=device)
+        scales = torch.full((shape[0], shape[1] // group), float("nan"), device=device) if group else None
+        if quant is ActQuant.INT8_GROUP:
+            out = torch.full(shape, -128, dtype=torch.int8, device=device)
+        elif quant is ActQuant.FP8_STATIC:
+            out = out.to(torch.float8_e4m3fn)
+        if which == "launch":
+            attention_decode.launch(q, k, v, table, work, out, config, scales=scales, **common)
+        else:
+            attention_decode.twin(q, k, v, table, seq_lens, out, window=window, query_len=query_len, scales=scales,
+                                  **common)
+        results.append(quantize.dequantize(out, quant, keys.get("input_scale"), scales))
+    assert torch.equal(results[0], results[2]), "a second launch gives other bits (counters or plan not restored)"
+    assert work.counters.eq(0).all()
+    return results[0], results[1], work
+
+
+@pytest.mark.parametrize("config", [BALANCED, SEPARATE, FIXED], ids=["balanced", "separate", "fixed"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int8])
+def test_mixed_lengths(device, judge, config, dtype):
+    found, wanted, work = run_both([1, 0, 90, 17], 8, 2, 64, 16, dtype, device, config)
+    judge(found, wanted, 3e-2, 5e-3)
+    assert found[1].eq(0).all()
+    assert int(work.plan[0, 0]) > 4, "nothing was split: the case tests less than it says"
+
+
+@pytest.mark.parametrize("heads,kv_heads,head_dim,block", [(1, 1, 64, 16), (3, 1, 96, 16), (10, 2, 128, 32), (8, 1, 256, 16),
+                                                           (17, 1, 64, 64), (9, 3, 80, 16)])
+def test_shapes(device, judge, heads, kv_heads, head_dim, block):
+    found, wanted, _ = run_both([5, 70], heads, kv_heads, head_dim, block, torch.bfloat16, device, BALANCED)
+    judge(found, wanted, 3e-2, 5e-3)
+
+
+@pytest.mark.parametrize("config", [BALANCED, FIXED], ids=["balanced", "fixed"])
+@pytest.mark.parametrize("query_len", [1, 3])
+@pytest.mark.parametrize("window,softcap", [(0, 20.0), (24, 0.0), (1, 5.0)])
+def test_window_softcap_and_several_queries(device, judge, config, query_len, window, softcap):
+    found, wanted, _ = run_both([60, 3, 0], 4, 2, 64, 16, torch.bfloat16, device, config, query_len=query_len,
+                                window=window, softcap=softcap)
+    judge(found, wanted, 3e-2, 5e-3)
+
+
+@pytest.mark.parametrize("config", [BALANCED, SEPARATE], ids=["balanced", "separate"])
+@pytest.mark.parametrize("quant,group", [(ActQuant.FP8_STATIC, 0), (ActQuant.INT8_GROUP, 64), (ActQuant.INT8_GROUP, 32)])
+def test_quantized_output(device, judge, config, quant, group):
+    keys = {"input_scale": torch.tensor(0.01, device=device)} if quant is ActQuant.FP8_STATIC else {}
+    pre = torch.rand(6 * 64, device=device) + 0.5
+    found, wanted, _ = run_both([90, 0, 7], 6, 2, 64, 16, torch.bfloat16, device, config, quant=quant, group=group,
+                                pre_quant_scale=pre, **keys)
+    judge(found, wanted, 0.5, 2e-2)
+
+
+def test_fixed_splits_do_not_depend_on_batch_mates(device):
+    alone, _, _ = run_both([90], 4, 2, 64, 16, torch.bfloat16, device, FIXED)
+    q, k, v, table, _ = problem([90], 4, 2, 64, 16, torch.bfloat16, device)
+    work = attention_plan.workspace(4, 200, 4, 2, 64, FIXED, device)
+    lens = torch.tensor([33, 90, 0, 48], dtype=torch.int32, device=device)
+    attention_plan.make_plan(lens, work, 2, FIXED)
+    mixed = torch.full((4, 256), float("nan"), device=device)
+    attention_decode.launch(q.repeat(4, 1, 1), k, v, table.repeat(4, 1), work, mixed, FIXED, sm_scale=64**-0.5)
+    assert torch.equal(mixed[1], alone[0])
+
+
+def test_plan_covers_every_token_once(device):
+    torch.manual_seed(3)
+    for config in (BALANCED, FIXED, KernelConfig.of("split", TILE=32, SPLIT=0, TARGET=300, MIN_SPLIT=64, MERGE=1)):
+        for batch in (1, 7, 19):
+            lens = torch.randint(0, 700, (batch,), dtype=torch.int32, device=device)
+            work = attention_plan.workspace(batch, 700, 2, 1, 16, config, device)
+            attention_plan.make_plan(lens, work, 1, config, chunk=8)
+            plan = work.plan.cpu()
+            items = plan[1 : 1 + int(plan[0, 0])]
+            assert len(items) <= work.capacity
+            for b, n in enumerate(lens.tolist()):
+                first, splits = plan[1 + work.capacity + b, :2].tolist()
+                own = items[first : first + splits]
+                assert own[:, 0].eq(b).all()
+                assert own[:, 4].tolist() == list(range(splits))
+                assert own[0, 1] == 0
+                assert own[-1, 2] == n
+                assert own[1:, 1].equal(own[:-1, 2])
+            if config["SPLIT"] == 0 and batch > 1:
+                assert int((items[:, 2] - items[:, 1]).max()) <= 2 * max(int(lens.sum()) / (config["TARGET"]), 64) + 64
+
+
+def test_misfits_are_errors(device):
+    q, k, v, table, _ = problem([5], 2, 1, 64, 16, torch.bfloat16, device)
+    work = attention_plan.workspace(1, 16, 2, 1, 64, BALANCED, device)
+    out = torch.empty(1, 128, device=device)
+    with pytest.raises(ValueError, match="quantize.launch"):
+        attention_decode.launch(q, k, v, table, work, out, BALANCED, sm_scale=1.0, quant=ActQuant.INT8_TOKEN)
+    with pytest.raises(ValueError, match="seq_lens"):
+        attention_plan.make_plan(torch.tensor([5], device=device), work, 1, BALANCED)
+    with pytest.raises(ValueError, match="block_table"):
+        attention_decode.launch(q, k, v, table.long(), work, out, BALANCED, sm_scale=1.0)
+    with pytest.raises(ValueError, match="multiples of TILE"):
+        attention_plan.make_plan(torch.tensor([5], dtype=torch.int32, device=device), work, 1,
+                                 KernelConfig.of("split", TILE=32, SPLIT=48, TARGET=1, MIN_SPLIT=32, MERGE=1))
