@@ -1,0 +1,1 @@
+"""From a QuantizedCheckpoint to an Engine: fuse, plan, pack, tune, write."""

@@ -1,0 +1,74 @@
+"""build: a QuantizedCheckpoint and an EngineSpec become an Engine on disk.
+
+    facts and schemes -> Program -> fuse -> tune (which operator) -> Plan -> weights (renamed, fused, packed) -> Engine
+
+Everything that can be refused is refused before the first weight is read.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+from calib.artifact import ArtifactWriter
+from calib.checkpoint import QuantizedCheckpoint
+from calib.progress import Progress, Report, silent
+from calib.scheme import Frozen, Grid, Scheme
+from calib.text import check_vocabulary
+from engines.build.tune import Timing, tune
+from engines.build.weights import activation_keys, write_weights
+from engines.device import detect
+from engines.engine import FORMAT, KIND, TIMINGS, TOKENIZER, Engine, EngineRecord
+from engines.parallel.mesh import Mesh
+from engines.plan import EngineSpec, Plan, check_spec, fused_program, make_plan
+
+
+class BuildEvidence(Frozen):
+    """What was measured while building: kept beside the plan, outside the digest."""
+
+    seconds: float
+    tuning: tuple[Timing, ...]
+
+
+def _is_emulated(schemes: dict[str, Scheme], kv: Grid) -> bool:
+    """fp8 has no arithmetic on a CPU: its codes are widened to float32."""
+    grids = [kv, *(scheme.weight for scheme in schemes.values()),
+             *(scheme.activation for scheme in schemes.values() if scheme.activation)]
+    return any(grid.dtype == "fp8_e4m3" for grid in grids)
+
+
+def plan_for(checkpoint: QuantizedCheckpoint, spec: EngineSpec, tuning: Path | None = None, report: Report = silent
+             ) -> tuple[Plan, tuple[Timing, ...]]:
+    """The Plan of a checkpoint for this machine, and the timings behind it. Nothing is written but the tuning cache."""
+    device = detect(spec.device)
+    check_spec(spec, checkpoint.schemes, checkpoint.kv)
+    keys = activation_keys(checkpoint.tensors(), checkpoint.schemes)
+    facts, _, program, _ = fused_program(checkpoint.config, checkpoint.schemes, keys)
+    check_vocabulary(checkpoint.tokenizer(), facts.vocab_size)
+    kernels, timings = tune(program, device, spec.tune, spec.max_num_tokens, tuning, report)
+    plan = make_plan(checkpoint.config, checkpoint.schemes, checkpoint.kv, spec, device, keys, kernels)
+    return plan, tuple(timings)
+
+
+def build(checkpoint: QuantizedCheckpoint, spec: EngineSpec, out: Path | str, report: Report = silent, *,
+          tuning: Path | None = None) -> Engine:
+    """Build an engine for this machine at ``out``. ``tuning`` is the folder of tuning caches (None: no cache).
+
+    EngineError or ArtifactError says what cannot be done; nothing half-written is left.
+    """
+    started = time.monotonic()
+    plan, timings = plan_for(checkpoint, spec, tuning, report)
+    record = EngineRecord(plan=plan, recipe=checkpoint.recipe, source_grid=checkpoint.source_grid,
+                          emulated=_is_emulated(checkpoint.schemes, checkpoint.kv), spec=spec)
+    with ArtifactWriter(out, KIND, FORMAT, [checkpoint.digest]) as writer:
+        writer.record = record.model_dump(mode="json")
+        report(Progress("pack weights", 0, 1, "model"))
+        write_weights(checkpoint.tensors(), plan.program, plan.kv,
+                      writer.folder / Mesh.single(plan.tp, plan.pp).folder)
+        (writer.folder / TOKENIZER).mkdir()
+        checkpoint.tokenizer().save(writer.folder / TOKENIZER)
+        evidence = BuildEvidence(seconds=time.monotonic() - started, tuning=timings)
+        writer.evidence(TIMINGS).write_text(json.dumps(evidence.model_dump(mode="json"), indent=1))
+        report(Progress("pack weights", 1, 1, "model"))
+    return Engine.open(out)

@@ -1,0 +1,187 @@
+"""Which operator runs each linear: timed on this machine, kept in a tuning cache.
+
+The best CPU operator depends on the processor far more than on the model: with VNNI ``int_mm`` is the fastest int8
+form, without it it is a reference loop 50 times slower than ``pair``. So every operator that can run a linear of a
+given shape is prepared on random codes and timed at the step sizes that matter (one token, a small batch, a prefill
+chunk), candidates interleaved so that a busy machine disturbs all alike, the best of several runs each. The choice
+minimises the sum over step sizes of time / best time there, decode sizes counting double; *one* operator is chosen for
+all step sizes, so that a row's operator never depends on its batch mates. A smaller layout wins ties within 3 %.
+
+``tune`` none takes the first operator that can run the linear; quick and full differ in how long each is timed. The
+cache is one JSON file a device and torch version; a shape that is in it is never timed again, which makes builds
+repeatable.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from calib.artifact import sha256_hex, write_atomic
+from calib.progress import Progress, Report
+from calib.scheme import Frozen
+from engines.device import Device
+from engines.errors import EngineError
+from engines.kernels.cpu.disk import Stored, pack
+from engines.kernels.cpu.linear import LinearOperator, Rows, choices
+from engines.kernels.cpu.rows import Quantized
+from engines.plan import KernelChoice, linear_shape
+from engines.program import Linear, Program
+
+#: Tokens a step -> weight in the score.
+STEPS: dict[int, float] = {1: 2.0, 8: 2.0, 64: 1.0}
+SECONDS = {"quick": 0.06, "full": 0.6}
+_TIE = 1.03
+_ORDER_OF_SIZE = ("int4pack", "pair", "int_mm", "half", "float")
+
+
+class Timing(Frozen):
+    """Evidence: the chosen operator of a shape, and every candidate's best milliseconds by tokens a step."""
+
+    shape: str
+    impl: str
+    runner_up: str | None
+    milliseconds: dict[str, dict[int, float]]
+
+
+_Cache = TypeAdapter(dict[str, Timing])
+
+
+def cache_file(folder: Path, device: Device) -> Path:
+    """The tuning cache of this device and torch version."""
+    return folder / f"tuning-{sha256_hex(device.model_dump_json().encode())[:16]}.json"
+
+
+def read_cache(path: Path) -> dict[str, Timing]:
+    """Shape -> Timing; an unreadable cache is an error, not an empty one."""
+    if not path.is_file():
+        return {}
+    try:
+        return _Cache.validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise EngineError(f"the tuning cache {path} is damaged", "Remove it; it is made again.") from error
+
+
+def _random_stored(op: Linear, seed: int) -> Stored:
+    """Random codes on the op's grid: times depend on shapes, not on values."""
+    generator = torch.Generator().manual_seed(seed)
+    shape, grid = (op.n, op.k), op.weight
+    if grid.dtype in ("bf16", "fp8_e4m3"):
+        weight = torch.randn(shape, generator=generator).to(
+            torch.bfloat16 if grid.dtype == "bf16" else torch.float8_e4m3fn)
+    else:
+        low, high = (-127, 128) if grid.dtype == "int8" else (-8, 8) if grid.symmetric else (0, 16)
+        weight = torch.randint(low, high, shape, generator=generator, dtype=torch.int8)
+    part = {"weight": weight}
+    if grid.quantized:
+        granularity = grid.granularity
+        columns = -(-op.k // granularity.size) if granularity.kind == "group" else 1
+        scales = {"tensor": (), "channel": (op.n,), "group": (op.n, columns)}[granularity.kind]
+        part["weight_scale"] = torch.rand(scales, generator=generator) * 0.01 + 0.01
+        if not grid.symmetric:
+            part["weight_zero"] = torch.zeros(scales, dtype=torch.int8)
+    return pack(grid, [part], [op.parts[0]])
+
+
+def _rows(op: Linear, tokens: int) -> Rows:
+    if op.activation is None:
+        return torch.randn(tokens, op.k)
+    codes = torch.randint(-127, 128, (tokens, op.k)).float()
+    if op.activation.dtype == "fp8_e4m3":
+        codes = codes.to(torch.float8_e4m3fn).float()
+    return Quantized(codes, torch.rand(tokens, 1) if op.activation.dynamic else 0.5)
+
+
+def _race(runs: dict[str, Callable[[], object]], seconds: float) -> dict[str, float]:
+    """Best milliseconds of each function, interleaved; a hopeless one (10 x the best) is dropped after its first run."""
+    best: dict[str, float] = {}
+    for name, run in runs.items():
+        run()
+        best[name] = _time(run)
+    left = [name for name in runs if best[name] <= 10 * min(best.values())]
+    end = time.perf_counter() + seconds * len(left)
+    while time.perf_counter() < end:
+        for name in left:
+            best[name] = min(best[name], _time(runs[name]))
+    return best
+
+
+def _time(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return (time.perf_counter() - start) * 1e3
+
+
+def _choose(times: dict[str, dict[int, float]]) -> list[str]:
+    """Operators, best first."""
+    fastest = {step: min(row[step] for row in times.values()) for step in STEPS}
+    score = {name: sum(weight * row[step] / fastest[step] for step, weight in STEPS.items())
+             for name, row in times.items()}
+    ranked = sorted(times, key=lambda name: score[name])
+    tied = [name for name in ranked if score[name] <= _TIE * score[ranked[0]]]
+    winner = min(tied, key=_ORDER_OF_SIZE.index)
+    return [winner, *(name for name in ranked if name != winner)]
+
+
+def time_linear(op: Linear, operators: Sequence[LinearOperator], seconds: float) -> Timing:
+    """Time every operator on a linear of this shape and choose one."""
+    stored = _random_stored(op, 0)
+    times: dict[str, dict[int, float]] = {operator.name: {} for operator in operators}
+    with torch.inference_mode():
+        prepared = {operator.name: operator.prepare(stored) for operator in operators}
+        for step in STEPS:
+            rows = _rows(op, step)
+            runs = {name: _bound(run, rows) for name, run in prepared.items()}
+            for name, milliseconds in _race(runs, seconds).items():
+                times[name][step] = round(milliseconds, 5)
+    ranked = _choose(times)
+    return Timing(shape=linear_shape(op), impl=ranked[0], runner_up=ranked[1] if len(ranked) > 1 else None,
+                  milliseconds=times)
+
+
+def _bound(run: Callable[[Rows], torch.Tensor], rows: Rows) -> Callable[[], object]:
+    return lambda: run(rows)
+
+
+def tune(program: Program, device: Device, mode: Literal["none", "quick", "full"], max_num_tokens: int,
+         cache: Path | None, report: Report) -> tuple[list[KernelChoice], list[Timing]]:
+    """The choice for every distinct linear of a program, and the timings behind it (none for mode none).
+
+    ``cache`` is the folder of tuning caches; entries for this device are used and new ones added.
+    """
+    distinct = {linear_shape(op): op for op in program.linears()}
+    path = None if cache is None else cache_file(cache, device)
+    known = {} if path is None or mode == "none" else read_cache(path)
+    picked: list[KernelChoice] = []
+    timings: list[Timing] = []
+    for done, (shape, op) in enumerate(distinct.items()):
+        report(Progress("tune", done, len(distinct), "shape", shape))
+        operators = choices(op.weight, op.activation, op.n, op.k)
+        impl = operators[0].name
+        if mode != "none":
+            if shape not in known or known[shape].impl not in {operator.name for operator in operators}:
+                known[shape] = time_linear(op, operators, SECONDS[mode])
+            impl = known[shape].impl
+            timings.append(known[shape])
+        picked.append(KernelChoice(op="linear", shape=shape, max_tokens=max_num_tokens, impl=impl))
+    report(Progress("tune", len(distinct), len(distinct), "shape"))
+    if path is not None and timings:
+        _write_cache(path, {timing.shape: timing for timing in timings})
+    return picked, timings
+
+
+def _write_cache(path: Path, fresh: dict[str, Timing]) -> None:
+    merged = read_cache(path) | fresh
+    data = json.dumps({shape: merged[shape].model_dump(mode="json") for shape in sorted(merged)}, indent=1)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, data.encode())
+    except OSError as error:
+        raise EngineError(f"cannot write the tuning cache {path}: {error.strerror}", "Choose a writable folder."
+                          ) from error

@@ -1,0 +1,124 @@
+"""Engine: the artifact that is built for one device. Opened elsewhere it refuses in one sentence.
+
+    manifest.json          kind engine; record = EngineRecord (plan, recipe, spec); parents = [checkpoint digest]
+    weights/rank0/*.safetensors   packed once at build time, one file a layer; opening maps them
+    tokenizer/             the tokenizer's files
+    timings.json           evidence: what tuning measured
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from calib.artifact import Artifact
+from calib.scheme import Frozen, Grid
+from calib.text import Tokenizer
+from engines.build.weights import Weights
+from engines.device import detect
+from engines.errors import EngineError, EngineMismatchError
+from engines.parallel.mesh import Mesh
+from engines.plan import EngineSpec, Plan
+
+KIND = "engine"
+FORMAT = 1
+TOKENIZER = "tokenizer"
+TIMINGS = "timings.json"
+
+
+class EngineRecord(Frozen):
+    """The engine's own content in its manifest."""
+
+    plan: Plan
+    spec: EngineSpec
+    recipe: str
+    source_grid: str | None
+    emulated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """An opened engine. Opening checks the manifest, the device, torch's version and the file list; it reads no weight."""
+
+    artifact: Artifact
+    record: EngineRecord
+
+    @classmethod
+    def open(cls, path: Path | str) -> Engine:
+        """ArtifactError for a damaged folder; EngineMismatchError where it was not built for."""
+        artifact = Artifact.open(path, KIND, FORMAT)
+        try:
+            record = EngineRecord.model_validate(artifact.record)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(str(part) for part in first["loc"])
+            raise EngineError(f"{path} has a plan that cannot be read: {place}: {first['msg']}", "Build it again."
+                              ) from error
+        engine = cls(artifact, record)
+        engine._check_device()
+        return engine
+
+    def _check_device(self) -> None:
+        built, here = self.plan.device, detect(self.plan.device.kind)
+        if built != here:
+            raise EngineMismatchError(
+                f"{self.path} was built for {built}, and this is {here}",
+                f"Rebuild it here: toolkit build {self.checkpoint_digest[:12]} --out DIR")
+
+    @property
+    def path(self) -> Path:
+        return self.artifact.path
+
+    @property
+    def digest(self) -> str:
+        return self.artifact.digest
+
+    @property
+    def plan(self) -> Plan:
+        return self.record.plan
+
+    @property
+    def recipe(self) -> str:
+        return self.record.recipe
+
+    @property
+    def kv(self) -> Grid:
+        return self.plan.kv
+
+    @property
+    def device(self) -> str:
+        """The device's name, as rows and reports print it."""
+        return self.plan.device.name if self.plan.device.kind != "cpu" else f"cpu {self.plan.device.name}"
+
+    @property
+    def emulated(self) -> bool:
+        """Whether the codes have no arithmetic of their own here (fp8 on a CPU)."""
+        return self.record.emulated
+
+    @property
+    def checkpoint_digest(self) -> str:
+        return self.artifact.parents[0]
+
+    @property
+    def source_grid(self) -> str | None:
+        return self.record.source_grid
+
+    @property
+    def size_bytes(self) -> int:
+        return self.artifact.size_bytes
+
+    def timings(self) -> dict[str, Any]:
+        """Evidence: seconds of the build and what tuning measured."""
+        return json.loads(self.artifact.file(TIMINGS).read_text())
+
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer.open(self.path / TOKENIZER)
+
+    def weights(self) -> Weights:
+        """This rank's mapped weights."""
+        folder = Mesh.single(self.plan.tp, self.plan.pp).folder
+        return Weights(self.path / name for name in self.artifact.manifest.files if name.startswith(f"{folder}/"))

@@ -1,0 +1,1 @@
+"""CPU operators: torch only, float32 arithmetic."""

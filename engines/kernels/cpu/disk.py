@@ -1,0 +1,174 @@
+"""A packed linear weight as it lies in an engine: on its own grid, stacked from its parts, one layout per code dtype.
+
+    bf16       codes bf16 [n, k]                                       no scale
+    fp8_e4m3   codes e4m3 [n, k]     scale f32 [1] or [n]
+    int8       codes int8 [n, k]     scale f32 [1] or [n]
+    int4       codes uint8 [n, k/2]: byte j of a row holds code 2j in its low and 2j+1 in its high nibble, each plus 8
+               (asymmetric: as it is); scale f32 [n, k/g]; zero int8 [n, k/g] for asymmetric grids
+    + bias f32 [n] and g_idx int32 [k] where the layer has them
+
+A per-tensor scale of several stacked parts becomes a per-channel one. ``pack`` and ``unpack`` are exact inverses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from calib.scheme import Grid
+from engines.errors import EngineError
+
+CODE_DTYPE = {"bf16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8, "int4": torch.uint8}
+
+
+def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
+    """Codes 0..15 [n, k] (k even) -> uint8 [n, k/2]."""
+    pairs = codes.to(torch.uint8).view(codes.shape[0], -1, 2)
+    return pairs[..., 0] | (pairs[..., 1] << 4)
+
+
+def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """uint8 [n, k/2] -> codes 0..15 as int8 [n, k]."""
+    return torch.stack([packed & 15, packed >> 4], -1).flatten(1).to(torch.int8)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A linear weight in its disk form."""
+
+    grid: Grid
+    codes: torch.Tensor
+    scale: torch.Tensor | None = None
+    zero: torch.Tensor | None = None
+    g_idx: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """By field name, absent ones left out: what goes to disk."""
+        return {name: tensor for name in ("codes", "scale", "zero", "g_idx", "bias")
+                if (tensor := getattr(self, name)) is not None}
+
+    def int4_codes(self) -> torch.Tensor:
+        """int4 codes as int8 [n, k]: [-8, 7] symmetric, [0, 15] asymmetric."""
+        codes = unpack_nibbles(self.codes)
+        return codes - 8 if self.grid.symmetric else codes
+
+    def channel_scale(self) -> torch.Tensor:
+        """A per-tensor or per-channel scale as float32 [n]."""
+        assert self.scale is not None
+        return self.scale.reshape(-1).expand(self.codes.shape[0]).contiguous()
+
+    def values(self) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """(float32 weight [n, k], output scale): the dequantized weight is weight * scale[:, None].
+
+        Tensor and channel scales stay outside, so that the weight holds the codes exactly; group scales go in.
+        """
+        kind = self.grid.granularity.kind
+        if self.grid.dtype == "bf16":
+            return self.codes.float(), None
+        codes = self.int4_codes() if self.grid.dtype == "int4" else self.codes
+        if kind in ("tensor", "channel"):
+            return (codes.float() if self.zero is None else codes.float() - self.zero.float().reshape(-1, 1)), self.scale
+        assert self.scale is not None
+        group = self.group_of_column()
+        values = codes.float()
+        if self.zero is not None:
+            values -= self.zero.float()[:, group]
+        return values.mul_(self.scale[:, group]), None
+
+    def group_of_column(self) -> torch.Tensor:
+        """The group of every input column: given by g_idx, else column // size."""
+        if self.g_idx is not None:
+            return self.g_idx.long()
+        assert self.grid.granularity.kind == "group"
+        columns = self.codes.shape[1] * (2 if self.grid.dtype == "int4" else 1)
+        return torch.arange(columns) // self.grid.granularity.size
+
+
+def _stacked_scale(parts: Sequence[Mapping[str, torch.Tensor]], rows: Sequence[int], name: str
+                   ) -> torch.Tensor | None:
+    if name not in parts[0]:
+        return None
+    tensors = [part[name] for part in parts]
+    if tensors[0].numel() == 1:
+        if all(torch.equal(tensor, tensors[0]) for tensor in tensors):
+            return tensors[0].reshape(1)
+        return torch.cat([tensor.reshape(1).expand(count) for tensor, count in zip(tensors, rows, strict=True)])
+    return torch.cat(tensors)
+
+
+def pack(grid: Grid, parts: Sequence[Mapping[str, torch.Tensor]], names: Sequence[str]) -> Stored:
+    """Stack the canonical tensors (``weight``, ``weight_scale``, ...) of one or more linears into their disk form.
+
+    EngineError names the module whose tensors are missing, not finite, or off their grid.
+    """
+    if grid.granularity.kind == "block":
+        raise EngineError(f"{names[0]}: {grid} weights have no operator on this device",
+                          "Use per-tensor, per-channel or group scales.")
+    for part, name in zip(parts, names, strict=True):
+        _check_part(grid, part, name)
+    rows = [part["weight"].shape[0] for part in parts]
+    if grid.dtype == "int4":
+        codes = torch.cat([part["weight"] for part in parts])
+        codes = pack_nibbles(codes + 8 if grid.symmetric else codes)
+    else:  # joined as bytes: float8 has no cat
+        dtype = CODE_DTYPE[grid.dtype]
+        codes = torch.cat([part["weight"].to(dtype).view(torch.uint8) for part in parts]).view(dtype)
+    scale = _stacked_scale(parts, rows, "weight_scale")
+    zero = _stacked_scale(parts, rows, "weight_zero")
+    bias = torch.cat([part["bias"].float() for part in parts]) if "bias" in parts[0] else None
+    g_idx = parts[0].get("g_idx")
+    if any(not _same(part.get("g_idx"), g_idx) for part in parts):
+        raise EngineError(f"{names[0]} is stacked with a layer of another g_idx", "Quantize without act_order.")
+    return Stored(grid, codes.contiguous(), None if scale is None else scale.float().contiguous(),
+                  None if zero is None else zero.to(torch.int8).contiguous(),
+                  None if g_idx is None else g_idx.to(torch.int32).contiguous(), bias)
+
+
+def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    return a is b if a is None or b is None else torch.equal(a, b)
+
+
+def _check_part(grid: Grid, part: Mapping[str, torch.Tensor], name: str) -> None:
+    if "weight" not in part:
+        raise EngineError(f"{name} has no weight in the checkpoint", "The checkpoint is incomplete; make it again.")
+    if grid.quantized and "weight_scale" not in part:
+        raise EngineError(f"{name} is {grid} but has no weight_scale", "The checkpoint is incomplete; make it again.")
+    for key in ("weight_scale", "bias"):
+        if key in part and not torch.isfinite(part[key].float()).all():
+            raise EngineError(f"{name}.{key} holds NaN or infinity", "The checkpoint is broken; calibrate again.")
+    weight = part["weight"]
+    if weight.dtype.is_floating_point and not torch.isfinite(weight.float()).all():
+        raise EngineError(f"{name}.weight holds NaN or infinity", "The checkpoint is broken; calibrate again.")
+    if grid.dtype == "bf16":
+        as_bf16(f"{name}.weight", weight)
+
+
+def as_bf16(name: str, weight: torch.Tensor) -> torch.Tensor:
+    """An unquantized weight as bf16; EngineError when that would round it."""
+    narrow = weight.to(torch.bfloat16)
+    lost = 0 if weight.dtype == torch.bfloat16 else int((narrow.to(weight.dtype) != weight).sum())
+    if lost:
+        raise EngineError(f"{name} is {weight.dtype} and {lost} values are not bf16 numbers",
+                          "Quantize with the recipe bf16 first: it rounds once and says so.")
+    return narrow
+
+
+def unpack(stored: Stored, rows: Sequence[int]) -> list[dict[str, torch.Tensor]]:
+    """The inverse of ``pack``: canonical tensors of each part (a shared per-tensor scale comes back as [])."""
+    codes = stored.int4_codes() if stored.grid.dtype == "int4" else stored.codes
+    parts: list[dict[str, torch.Tensor]] = [{"weight": piece} for piece in codes.split(list(rows))]
+    for key, tensor in (("weight_scale", stored.scale), ("weight_zero", stored.zero), ("bias", stored.bias)):
+        if tensor is None:
+            continue
+        single = tensor.numel() == 1
+        pieces = [tensor] * len(parts) if single else list(tensor.split(list(rows)))
+        for part, piece in zip(parts, pieces, strict=True):
+            tensor_wide = key != "bias" and stored.grid.granularity.kind == "tensor"
+            part[key] = piece.reshape(-1)[0] if tensor_wide else piece
+    if stored.g_idx is not None:
+        for part in parts:
+            part["g_idx"] = stored.g_idx
+    return parts

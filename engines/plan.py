@@ -1,0 +1,191 @@
+"""EngineSpec (what is asked) -> Plan (what will run): no "auto" is left in a Plan.
+
+A Plan is the fused Program, the KernelTable and the limits, with the device that they hold for. It is the record of an
+Engine, so it is part of the digest: the same checkpoint, spec, device and versions give the same Plan, except for the
+tuned choices, which come from the tuning cache when device, versions and shapes match. What tuning measured is
+evidence and lies beside the Plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+from pydantic import Field
+
+from calib.scheme import Frozen, Grid, Scheme
+from engines.build.fuse import FusionStep, fuse
+from engines.device import Device
+from engines.errors import EngineError
+from engines.models.decoder import ActivationKeys, ModelFacts, decoder_program
+from engines.models.llama import model_facts
+from engines.parallel.mesh import Mesh
+from engines.program import Linear, Program
+
+#: Bytes of KV cache on a CPU when no memory cap is given. Only what tokens fill is ever touched.
+DEFAULT_KV_BYTES = 2 * 1024**3
+
+
+class EngineSpec(Frozen):
+    """What is asked of an engine. None means "from the model and the device", and is resolved in the Plan."""
+
+    device: str = "cpu"
+    max_seq_len: int | None = Field(default=None, ge=2, description="prompt and generated tokens of one sequence")
+    max_batch_size: int = Field(default=16, ge=1, description="sequences in one step")
+    max_num_tokens: int = Field(default=2048, ge=1, description="tokens in one step; longer prompts are chunked")
+    block_size: int = Field(default=16, ge=1)
+    memory: int | None = Field(default=None, ge=1, description="cap in bytes for weights, activations and KV cache")
+    deterministic: bool = False
+    tune: Literal["none", "quick", "full"] = "quick"
+    tp: int = Field(default=1, ge=1)
+    pp: int = Field(default=1, ge=1)
+    compute_dtype: Literal["fp32", "bf16"] | None = None
+
+
+class Limits(Frozen):
+    """What an engine accepts, and the KV cache that follows from it."""
+
+    max_seq_len: int
+    max_batch_size: int
+    max_num_tokens: int
+    block_size: int
+    num_blocks: int
+
+
+class MemoryPlan(Frozen):
+    """Bytes by use: estimated before anything is allocated."""
+
+    weights: int
+    activations: int
+    kv_cache: int
+    cap: int | None
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.activations + self.kv_cache
+
+
+class KernelChoice(Frozen):
+    """Which operator runs an Op of this shape, for steps of at most ``max_tokens`` tokens.
+
+    On a CPU there is one entry a shape: one operator for every batch size.
+    """
+
+    op: str
+    shape: str
+    max_tokens: int
+    impl: str
+    config: dict[str, Any] | None = None
+
+
+class Plan(Frozen):
+    """Everything that is decided ahead of time."""
+
+    device: Device
+    model: ModelFacts
+    program: Program
+    fusions: tuple[FusionStep, ...]
+    ops_unfused: int
+    kernels: tuple[KernelChoice, ...]
+    limits: Limits
+    memory: MemoryPlan
+    kv: Grid
+    compute_dtype: Literal["fp32", "bf16"]
+    deterministic: bool
+    tp: int
+    pp: int
+
+    def choice(self, op: Linear) -> KernelChoice:
+        """The kernel of a linear."""
+        shape = linear_shape(op)
+        for choice in self.kernels:
+            if choice.op == "linear" and choice.shape == shape:
+                return choice
+        raise EngineError(f"the plan has no kernel for a linear {shape}", "Build the engine again.")
+
+
+def linear_shape(op: Linear) -> str:
+    """The key of a linear in the KernelTable and in the tuning cache."""
+    return f"n={op.n} k={op.k} weight={op.weight} activation={op.activation or '16-bit'}"
+
+
+def kv_bytes_per_token(facts: ModelFacts, kv: Grid) -> int:
+    """Bytes that one token takes in all layers: float32 unless the cache is fp8."""
+    return 2 * facts.num_layers * facts.num_kv_heads * facts.head_dim * (1 if kv.quantized else 4)
+
+
+def check_spec(spec: EngineSpec, schemes: Mapping[str, Scheme], kv: Grid) -> None:
+    """Refuse, in words, what this device cannot do."""
+    Mesh.single(spec.tp, spec.pp)
+    if spec.compute_dtype == "bf16":
+        raise EngineError("compute_dtype bf16 is emulated on this CPU and slower than fp32", "Use fp32.")
+    if spec.deterministic:
+        raise EngineError("deterministic: no bitwise row-invariant operator set exists for cpu",
+                          "Leave it out; rows agree across batches within 1e-5 of the largest logit.")
+    if kv.quantized and (kv.dtype != "fp8_e4m3" or kv.granularity.kind != "tensor" or kv.dynamic):
+        raise EngineError(f"a KV cache on {kv} has no operator on cpu", "Use kv_cache bf16 or static fp8.")
+    for module, scheme in schemes.items():
+        grid = scheme.activation
+        if grid is not None and not _activation_supported(grid):
+            raise EngineError(f"{module} has {grid} activations, which have no operator on cpu",
+                              "Supported: int8 or fp8_e4m3, per token dynamic or per tensor static.")
+
+
+def _activation_supported(grid: Grid) -> bool:
+    kinds = ("token", True), ("tensor", False)
+    return grid.dtype in ("int8", "fp8_e4m3") and grid.symmetric and (grid.granularity.kind, grid.dynamic) in kinds
+
+
+def _weight_bytes(program: Program, impls: Mapping[str, str]) -> int:
+    """Bytes of the linears in the operators' own layouts."""
+    width = {"float": 32, "half": 16, "pair": 8, "int_mm": 8, "int4pack": 4}
+    return sum(op.n * op.k * width[impls[linear_shape(op)]] // 8 for op in program.linears())
+
+
+def _limits(spec: EngineSpec, facts: ModelFacts, kv: Grid, weights: int) -> tuple[Limits, MemoryPlan]:
+    max_seq_len = spec.max_seq_len or facts.max_position
+    if max_seq_len > facts.max_position:
+        raise EngineError(f"max_seq_len {max_seq_len} is beyond the model's {facts.max_position} positions",
+                          f"Ask for at most {facts.max_position}.")
+    tokens = min(spec.max_num_tokens, max_seq_len * spec.max_batch_size)
+    activations = 4 * tokens * (4 * facts.hidden_size + 6 * facts.intermediate_size) + 4 * 128 * facts.vocab_size
+    block_bytes = spec.block_size * kv_bytes_per_token(facts, kv)
+    one = -(-max_seq_len // spec.block_size)
+    room = DEFAULT_KV_BYTES if spec.memory is None else spec.memory - weights - activations
+    blocks = min(one * spec.max_batch_size, max(room, 0) // block_bytes)
+    if blocks < one:
+        raise EngineError(
+            f"one sequence of {max_seq_len} tokens needs {one * block_bytes:,} bytes of KV cache; {max(room, 0):,} are "
+            f"left (weights {weights:,}, activations {activations:,}, cap {spec.memory or 'none'})",
+            "Raise the memory cap, or lower max_seq_len or max_num_tokens.")
+    limits = Limits(max_seq_len=max_seq_len, max_batch_size=spec.max_batch_size, max_num_tokens=spec.max_num_tokens,
+                    block_size=spec.block_size, num_blocks=blocks)
+    return limits, MemoryPlan(weights=weights, activations=activations, kv_cache=blocks * block_bytes, cap=spec.memory)
+
+
+def fused_program(config: Mapping[str, Any], schemes: Mapping[str, Scheme], keys: ActivationKeys
+                  ) -> tuple[ModelFacts, Program, Program, tuple[FusionStep, ...]]:
+    """Facts, unfused program, fused program and what each rewrite did."""
+    facts = model_facts(config)
+    unfused = decoder_program(facts, schemes, keys)
+    fused, steps = fuse(unfused)
+    return facts, unfused, fused, steps
+
+
+def make_plan(config: Mapping[str, Any], schemes: Mapping[str, Scheme], kv: Grid, spec: EngineSpec, device: Device,
+              keys: ActivationKeys, kernels: Sequence[KernelChoice]) -> Plan:
+    """Resolve a spec. ``kernels`` are the linears' choices (``build/tune.py``).
+
+    EngineError says in words and numbers what cannot be met.
+    """
+    check_spec(spec, schemes, kv)
+    facts, unfused, program, fusions = fused_program(config, schemes, keys)
+    impls = {choice.shape: choice.impl for choice in kernels if choice.op == "linear"}
+    limits, memory = _limits(spec, facts, kv, _weight_bytes(program, impls))
+    others = sorted({op.op for op in program.ops} - {"linear"})
+    table = (*kernels, *(KernelChoice(op=name, shape="any", max_tokens=spec.max_num_tokens, impl="torch")
+                         for name in others))
+    return Plan(device=device, model=facts, program=program, fusions=fusions, ops_unfused=len(unfused.ops),
+                kernels=table, limits=limits, memory=memory, kv=kv, compute_dtype="fp32",
+                deterministic=False, tp=spec.tp, pp=spec.pp)
+

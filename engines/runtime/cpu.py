@@ -1,0 +1,321 @@
+"""The CPU backend: every Op of a Program bound to its operator and weights, once, when an engine opens.
+
+Binding turns an Op into a function ``step(values, context)``: value names become places in a list, weights and
+constants are closed over. Running a Program is then one loop over functions; at one token its cost is the operators'
+and little else. A value's place is reused as soon as its last reader is bound, so a long prefill holds a few rows'
+worth of activations, not one set a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from engines.build.weights import Weights
+from engines.kernels.cpu import rows as row_ops
+from engines.kernels.cpu.attention import AttentionPlan, attention
+from engines.kernels.cpu.attention import plan as plan_attention
+from engines.kernels.cpu.linear import OPERATORS
+from engines.kernels.cpu.rope_kv import LayerCache, inverse_frequencies, rotary_table, rotate
+from engines.plan import Plan
+from engines.program import (
+    ActQuant,
+    Add,
+    AddNorm,
+    Attention,
+    Embed,
+    GatedSilu,
+    KVWrite,
+    Linear,
+    Op,
+    Program,
+    Quantize,
+    RMSNorm,
+    Rope,
+    RopeKV,
+    SelectRows,
+    SiluMul,
+    Split,
+    reads,
+    writes,
+)
+from engines.runtime.batch import Batch
+
+Values = list[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class StepContext:
+    """What all layers of one step share."""
+
+    batch: Batch
+    cos: torch.Tensor
+    sin: torch.Tensor
+    attention: AttentionPlan
+
+
+Step = Callable[[Values, StepContext], None]
+Quantizer = Callable[[torch.Tensor], Any]
+
+
+class _Places:
+    """Names of values -> places in the list, reused after the last reader."""
+
+    def __init__(self, program: Program) -> None:
+        self._last = {name: index for index, op in enumerate(program.ops) for name in (*writes(op), *reads(op))}
+        self._place: dict[str, int] = {}
+        self._free: list[int] = []
+        self.count = 0
+
+    def of(self, name: str) -> int:
+        if name not in self._place:
+            if self._free:
+                self._place[name] = self._free.pop()
+            else:
+                self._place[name] = self.count
+                self.count += 1
+        return self._place[name]
+
+    def retire(self, index: int, op: Op) -> None:
+        """Free the places of values whose last use was the Op at ``index``."""
+        for name in {*reads(op), *writes(op)}:
+            if self._last[name] == index:
+                self._free.append(self._place[name])
+
+
+class CpuBackend:
+    """An engine's weights, caches and bound Program on this CPU. All calls under ``torch.inference_mode``."""
+
+    def __init__(self, plan: Plan, weights: Weights) -> None:
+        self._plan = plan
+        self._weights = weights
+        self._consumers = plan.program.consumers()
+        self._cos, self._sin = self._rotary()
+        self._caches = [self._cache(layer) for layer in range(plan.model.num_layers)]
+        self._body: list[Step] = []
+        self._head: list[Step] = []
+        self._bind(plan.program)
+        weights.done()
+
+    def _rotary(self) -> tuple[torch.Tensor, torch.Tensor]:
+        model, rope = self._plan.model, self._plan.model.rope
+        inverse = inverse_frequencies(rope.kind, model.head_dim, rope.theta, rope.factor, rope.low_freq_factor,
+                                      rope.high_freq_factor, rope.original_max_position)
+        return rotary_table(inverse, self._plan.limits.max_seq_len)
+
+    def _cache(self, layer: int) -> LayerCache:
+        model, limits = self._plan.model, self._plan.limits
+        scales = None
+        if self._plan.kv.quantized:
+            base = f"model.layers.{layer}.self_attn"
+            scales = (self._scalar(f"{base}.k_scale"), self._scalar(f"{base}.v_scale"))
+        return LayerCache.empty(limits.num_blocks * limits.block_size, model.num_kv_heads, model.head_dim, scales)
+
+    def _scalar(self, name: str) -> float:
+        return float(self._weights.take(name))
+
+    def _bind(self, program: Program) -> None:
+        places = _Places(program)
+        prepared = self._prepare_linears(program)
+        target = self._body
+        for index, op in enumerate(program.ops):
+            step = self._linear(op, places, prepared) if isinstance(op, Linear) else _BINDERS[type(op)](self, op, places)
+            target.append(step)
+            if isinstance(op, SelectRows):
+                target = self._head
+                self._selected = places.of(op.out)
+            last = index
+            places.retire(index, op)
+        self._logits = places.of(writes(program.ops[last])[0])
+        self._count = places.count
+
+    def _prepare_linears(self, program: Program) -> dict[str, Callable[[Any], torch.Tensor]]:
+        """Private layouts, largest weight first: its temporaries are gone before the others take memory."""
+        prepared = {}
+        for op in sorted(program.linears(), key=lambda op: -op.n * op.k):
+            stored = self._weights.linear(op)
+            run = OPERATORS[self._plan.choice(op).impl].prepare(stored)
+            prepared[op.out] = run if stored.bias is None else _with_bias(run, stored.bias)
+        return prepared
+
+    def context(self, batch: Batch) -> StepContext:
+        """Everything that is made once a step."""
+        return StepContext(batch, self._cos.index_select(0, batch.positions).unsqueeze(1),
+                           self._sin.index_select(0, batch.positions).unsqueeze(1),
+                           plan_attention(batch.tables, batch.lengths, batch.new, self._plan.limits.block_size))
+
+    def body(self, context: StepContext) -> torch.Tensor:
+        """All layers; stores keys and values. Returns the hidden rows [r, hidden] whose logits are wanted."""
+        values: Values = [None] * self._count
+        for step in self._body:
+            step(values, context)
+        return values[self._selected]
+
+    def head(self, rows: torch.Tensor, context: StepContext) -> torch.Tensor:
+        """Final norm and output layer of hidden rows -> logits float32 [r, vocabulary]."""
+        values: Values = [None] * self._count
+        values[self._selected] = rows
+        for step in self._head:
+            step(values, context)
+        return values[self._logits]
+
+    # One method binds one kind of Op.
+
+    def _linear(self, op: Linear, places: _Places, prepared: dict[str, Callable[[Any], torch.Tensor]]) -> Step:
+        run, x = prepared[op.out], places.of(op.x)
+        out = places.of(op.out)
+
+        def step(v: Values, context: StepContext) -> None:
+            v[out] = run(v[x])
+        return step
+
+    def _embed(self, op: Embed, places: _Places) -> Step:
+        table, out = self._weights.take(f"{op.weight}.weight"), places.of(op.out)
+
+        def step(v: Values, context: StepContext) -> None:
+            v[out] = table.index_select(0, context.batch.tokens).float()
+        return step
+
+    def _norm_constants(self, op: RMSNorm | AddNorm) -> tuple[torch.Tensor, torch.Tensor]:
+        return row_ops.norm_weight(self._weights.take(f"{op.weight}.weight"), op.eps)
+
+    def _rms_norm(self, op: RMSNorm, places: _Places) -> Step:
+        weight, floor = self._norm_constants(op)
+        quantize = self._quantizer(op.quant)
+        x, out = places.of(op.x), places.of(op.out)
+
+        def step(v: Values, context: StepContext) -> None:
+            v[out] = quantize(row_ops.rms_norm(v[x], weight, floor))
+        return step
+
+    def _add_norm(self, op: AddNorm, places: _Places) -> Step:
+        weight, floor = self._norm_constants(op)
+        quantize = self._quantizer(op.quant)
+        x, residual = places.of(op.x), places.of(op.residual)
+        residual_out, out = places.of(op.residual_out), places.of(op.out)
+
+        def step(v: Values, context: StepContext) -> None:
+            h = v[residual_out] = v[x].add_(v[residual])
+            v[out] = quantize(row_ops.rms_norm(h, weight, floor))
+        return step
+
+    def _quantizer(self, quant: ActQuant | None) -> Quantizer:
+        """A function that may overwrite its rows."""
+        if quant is None:
+            return _same
+        code = self._coder(quant)
+        if quant.pre_quant_scale is None:
+            return code
+        multiplier = self._weights.take(quant.pre_quant_scale).float()
+        return lambda x: code(x.mul_(multiplier))
+
+    def _coder(self, quant: ActQuant) -> Quantizer:
+        grid = quant.grid
+        if grid is None:
+            return _same
+        if grid.dynamic:
+            return row_ops.quantize_int8_token if grid.dtype == "int8" else row_ops.quantize_fp8_token
+        assert quant.input_scale is not None
+        scale = self._scalar(quant.input_scale)
+        static = row_ops.quantize_int8_static if grid.dtype == "int8" else row_ops.quantize_fp8_static
+        return lambda x: static(x, scale)
+
+    def _quantize(self, op: Quantize, places: _Places) -> Step:
+        quantize = self._quantizer(op.quant)
+        alone = len(self._consumers[op.x]) == 1
+        x, out = places.of(op.x), places.of(op.out)
+
+        def step(v: Values, context: StepContext) -> None:
+            v[out] = quantize(v[x] if alone else v[x].clone())
+        return step
+
+    def _split(self, op: Split, places: _Places) -> Step:
+        x, widths = places.of(op.x), list(op.widths)
+        outs = [places.of(name) for name in op.outs]
+
+        def step(v: Values, context: StepContext) -> None:
+            for out, piece in zip(outs, v[x].split(widths, -1), strict=True):
+                v[out] = piece
+        return step
+
+    def _rope(self, op: Rope, places: _Places) -> Step:
+        x, out, shape = places.of(op.x), places.of(op.out), (-1, op.heads, op.head_dim)
+
+        def step(v: Values, context: StepContext) -> None:
+            v[out] = rotate(v[x].reshape(shape).clone(), context.cos, context.sin).flatten(1)
+        return step
+
+    def _kv_write(self, op: KVWrite, places: _Places) -> Step:
+        k, v_at, cache, shape = places.of(op.k), places.of(op.v), self._caches[op.layer], (-1, op.kv_heads, op.head_dim)
+
+        def step(v: Values, context: StepContext) -> None:
+            cache.store(context.batch.slots, torch.cat([v[k].reshape(shape), v[v_at].reshape(shape)], 1))
+        return step
+
+    def _rope_kv(self, op: RopeKV, places: _Places) -> Step:
+        qkv, out, cache = places.of(op.qkv), places.of(op.out), self._caches[op.layer]
+        shape = (-1, op.heads + 2 * op.kv_heads, op.head_dim)
+        rotated, heads, stored = op.heads + op.kv_heads, op.heads, 2 * op.kv_heads
+
+        def step(v: Values, context: StepContext) -> None:
+            rows = v[qkv].view(shape)
+            rotate(rows.narrow(1, 0, rotated), context.cos, context.sin)
+            cache.store(context.batch.slots, rows.narrow(1, heads, stored))
+            v[out] = rows.narrow(1, 0, heads)
+        return step
+
+    def _attention(self, op: Attention, places: _Places) -> Step:
+        q, out, cache = places.of(op.q), places.of(op.out), self._caches[op.layer]
+        shape, kv_heads = (-1, op.heads, op.head_dim), op.kv_heads
+
+        def step(v: Values, context: StepContext) -> None:
+            v[out] = attention(v[q].view(shape), cache, context.attention, kv_heads)
+        return step
+
+    def _silu_mul(self, op: SiluMul, places: _Places) -> Step:
+        gate, up, out = places.of(op.gate), places.of(op.up), places.of(op.out)
+
+        def step(v: Values, context: StepContext) -> None:
+            v[out] = torch.nn.functional.silu(v[gate]).mul_(v[up])
+        return step
+
+    def _gated_silu(self, op: GatedSilu, places: _Places) -> Step:
+        quantize, gate_up, out = self._quantizer(op.quant), places.of(op.gate_up), places.of(op.out)
+
+        def step(v: Values, context: StepContext) -> None:
+            v[out] = quantize(row_ops.gated_silu(v[gate_up]))
+        return step
+
+    def _add(self, op: Add, places: _Places) -> Step:
+        a, b, out = places.of(op.a), places.of(op.b), places.of(op.out)
+
+        def step(v: Values, context: StepContext) -> None:
+            v[out] = v[a] + v[b]
+        return step
+
+    def _select_rows(self, op: SelectRows, places: _Places) -> Step:
+        x, out = places.of(op.x), places.of(op.out)
+
+        def step(v: Values, context: StepContext) -> None:
+            wanted = context.batch.rows
+            v[out] = v[x] if wanted is None else v[x].index_select(0, wanted)
+        return step
+
+
+def _same(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def _with_bias(run: Callable[[Any], torch.Tensor], bias: torch.Tensor) -> Callable[[Any], torch.Tensor]:
+    return lambda rows: run(rows).add_(bias)
+
+
+_BINDERS: dict[type, Callable[[CpuBackend, Any, _Places], Step]] = {
+    Embed: CpuBackend._embed, RMSNorm: CpuBackend._rms_norm, AddNorm: CpuBackend._add_norm,
+    Quantize: CpuBackend._quantize, Split: CpuBackend._split, Rope: CpuBackend._rope, KVWrite: CpuBackend._kv_write,
+    RopeKV: CpuBackend._rope_kv, Attention: CpuBackend._attention, SiluMul: CpuBackend._silu_mul,
+    GatedSilu: CpuBackend._gated_silu, Add: CpuBackend._add, SelectRows: CpuBackend._select_rows,
+}

@@ -1,0 +1,74 @@
+"""Sequence: one request inside the loop. It never leaves ``runtime/``.
+
+    tokens     prompt and generated ids so far
+    computed   how many of them have their keys and values in the cache
+    table      the cache blocks, in order
+
+A step computes ``tokens[computed : computed + n]``; when that reaches the end of ``tokens``, the last row's logits
+choose the next one. Preemption gives the blocks back and sets ``computed`` to 0: everything is recomputed later, and
+generated tokens are kept.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Ordered
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from engines.request import FinishReason, SamplingParams, TokenLogprob
+from engines.runtime.text_stream import TextStream
+
+
+@dataclass(slots=True)
+class ScoreRequest:
+    """Log-probabilities of a prompt's own tokens. Rows are filled as chunks are computed."""
+
+    top_k: int
+    at_ids: torch.Tensor | None
+    logprobs: np.ndarray
+    greedy: np.ndarray
+    top_ids: np.ndarray | None
+    top_logprobs: np.ndarray | None
+    at_logprobs: np.ndarray | None
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """See the module's docstring. Compared by identity."""
+
+    number: int
+    tokens: list[int]
+    prompt_len: int
+    params: SamplingParams
+    seed: int
+    stop_ids: frozenset[int]
+    text: TextStream | None = None
+    score: ScoreRequest | None = None
+    computed: int = 0
+    table: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    preemptions: int = 0
+    admitted_at: float = field(default_factory=time.perf_counter)
+    first_token_at: float | None = None
+    finished_at: float | None = None
+
+    @property
+    def generated(self) -> Ordered[int]:
+        return self.tokens[self.prompt_len:]
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that still must be computed before the next one can be chosen."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
