@@ -28,6 +28,9 @@ _DOT: list[DotTile] = [
     (64, 128, 1, 4, 4), (64, 128, 2, 4, 4), (64, 128, 4, 4, 4), (64, 256, 1, 3, 4), (64, 256, 2, 3, 4),
     (128, 128, 1, 4, 8), (128, 128, 2, 4, 8), (128, 64, 1, 5, 8),
 ]
+_WIDE: list[DotTile] = [
+    (64, 64, 1, 5, 4), (64, 64, 2, 5, 4), (64, 64, 4, 4, 4), (128, 64, 1, 4, 8), (128, 64, 2, 4, 8), (64, 128, 1, 3, 4),
+]
 
 
 class Int8WeightOnlyLinear(NaturalLinear):
@@ -41,6 +44,7 @@ class Int8WeightOnlyLinear(NaturalLinear):
     unit = 4
     gemv_tiles = _GEMV
     dot_tiles = _DOT
+    wide_tiles = _WIDE
 
     def torch_runs(self, shape: LinearShape, device: DeviceFacts) -> bool:
         return shape.m > MANY_TOKENS

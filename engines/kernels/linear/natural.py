@@ -47,7 +47,8 @@ class NaturalLinear(ABC):
     quantized_x: ClassVar[bool] = True
     unit: ClassVar[int]  # elements a GEMV unit holds
     gemv_tiles: ClassVar[dict[int, list[GemvTile]]]  # by ROWS
-    dot_tiles: ClassVar[list[DotTile]]
+    dot_tiles: ClassVar[list[DotTile]]  # up to MANY_TOKENS
+    wide_tiles: ClassVar[list[DotTile]]  # above
     mm_tiles: ClassVar[list[MmTile]] = []
     torch_first: ClassVar[bool] = True  # torch's operator leads for many tokens
 
@@ -105,14 +106,15 @@ class NaturalLinear(ABC):
         if rows in self.gemv_tiles and shape.k % self.unit == 0:
             few += gemv_candidates(self.gemv_tiles[rows], shape, device, self.unit, rows)
         weight_bytes, x_bytes = self.weight_dtypes[0].itemsize, self.x_dtypes[0].itemsize
+        dot_tiles = self.dot_tiles if shape.m <= MANY_TOKENS else self.wide_tiles
         if shape.m <= 2 * MAX_TOKENS:
-            few += dot_candidates(self.dot_tiles, shape, device, weight_bytes, x_bytes)
+            few += dot_candidates(dot_tiles, shape, device, weight_bytes, x_bytes)
         library = [TORCH] if self.torch_runs(shape, device) else []
         if shape.m <= MANY_TOKENS:
             return few + library
         many = list(mm_candidates(self.mm_tiles, shape, device, weight_bytes))
         ordered = [*library, *many, *few] if self.torch_first else [*many, *library, *few]
-        return ordered or list(dot_candidates(self.dot_tiles, shape, device, weight_bytes, x_bytes))
+        return ordered or list(dot_candidates(dot_tiles, shape, device, weight_bytes, x_bytes))
 
     def torch_runs(self, shape: LinearShape, device: DeviceFacts) -> bool:
         """True if ``launch_torch`` can run the shape on this GPU and is worth timing."""

@@ -1,0 +1,309 @@
+"""Times every candidate of every linear on this GPU, cold caches, and checks each against its fp64 twin first.
+
+    python -m benchmarks.gpu_linear --json out.json [--impl fp8 ...] [--tokens 1 16 ...] [--variants] [--limit 240]
+
+Shapes are Llama-3.1-8B's fused linears and its lm_head. A point is a CUDA graph of launches over distinct layers (at
+least 400 MB of weights, so that nothing is found in L2) replayed; the value is the median replay over the launches.
+Every configuration runs on a NaN-poisoned output and must agree with the twin before it is timed. Kernels are compiled
+beforehand by one process a core. ``--variants`` adds TMA, prefetch and PDL variations of the leading tiles.
+
+Printed: the best three a (linear, shape, tokens), and torch's own operator beside them; JSON holds every point.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from engines.kernels.impl import DeviceFacts, KernelConfig, LinearShape, Packed
+from engines.kernels.linear.bf16 import Bf16Linear
+from engines.kernels.linear.fp8 import Fp8Linear
+from engines.kernels.linear.int8 import Int8Linear
+from engines.kernels.linear.int8_weight_only import Int8WeightOnlyLinear
+from engines.kernels.linear.natural import NaturalLinear
+
+SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336),
+          "lm_head": (128256, 4096)}
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 2048, 16384)
+IMPLS: dict[str, NaturalLinear] = {impl.name: impl for impl in
+                                   (Bf16Linear(), Fp8Linear(), Int8Linear(), Int8WeightOnlyLinear())}
+COLD_BYTES = 400e6
+RMS_LIMIT = 6e-3  # bf16 rounding is 1.7e-3, the fp8 accumulator adds up to 3e-3 at k = 14336
+START = time.time()
+
+
+def say(*words: object) -> None:
+    print(f"[{time.time() - START:6.1f}]", *words, flush=True)
+
+
+def device_facts() -> DeviceFacts:
+    p = torch.cuda.get_device_properties(0)
+    shared = triton.runtime.driver.active.utils.get_device_properties(0)["max_shared_mem"]
+    return DeviceFacts(p.name, p.major * 10 + p.minor, p.multi_processor_count, shared, p.L2_cache_size)
+
+
+@dataclass(slots=True)
+class Layers:
+    """Distinct weights of one shape, packed."""
+
+    impl: NaturalLinear
+    n: int
+    k: int
+    packed: list[Packed]
+
+    @classmethod
+    def make(cls, impl: NaturalLinear, n: int, k: int, count: int) -> Layers:
+        return cls(impl, n, k, [impl.pack(*_weight(impl, n, k)) for _ in range(count)])
+
+
+def _weight(impl: NaturalLinear, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    dtype = impl.weight_dtypes[0]
+    if dtype == torch.int8:
+        return torch.randint(-127, 128, (n, k), dtype=dtype, device="cuda"), torch.rand(n, device="cuda") * 1e-4 + 1e-4
+    values = torch.randn(n, k, device="cuda", dtype=torch.bfloat16)
+    if dtype == torch.bfloat16:
+        return values.mul_(0.02), None
+    return values.mul_(100).clamp_(-448, 448).to(dtype), torch.rand(n, device="cuda") * 1e-4 + 1e-4
+
+
+def inputs(impl: NaturalLinear, m: int, k: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Random activations as the impl takes them, and their token scales."""
+    x = torch.randn(m, k, device="cuda")
+    if not impl.quantized_x:
+        return x.to(torch.bfloat16), None
+    limit = 127.0 if impl.x_dtypes[0] == torch.int8 else 448.0
+    scale = x.abs().amax(1) / limit
+    codes = x / scale[:, None]
+    return (codes.round() if limit == 127.0 else codes).to(impl.x_dtypes[0]), scale
+
+
+def configs(impl: NaturalLinear, shape: LinearShape, device: DeviceFacts, variants: bool) -> list[KernelConfig]:
+    """The impl's candidates, and with ``variants`` other ways to feed the first dot and mm tiles."""
+    found = list(impl.candidates(shape, device))
+    if variants and shape.m in (1, 16, 64) and impl.quantized_x:
+        for config in [c for c in found if c.kernel == "dot"][:4]:
+            meta = dict(config.meta)
+            ahead = 2 * meta["BLOCK_K"] * impl.weight_dtypes[0].itemsize
+            for change in ({"TMA": 0}, {"TMA": 2}, {"PREFETCH": ahead}):
+                found.append(replace(config, meta=tuple(sorted({**meta, **change}.items()))))
+    if variants and shape.m >= 2048:
+        for config in [c for c in found if c.kernel == "mm"][:2]:
+            meta = dict(config.meta)
+            for change in ({"GROUP_M": 16}, {"PROGRAMS": 0}):
+                found.append(replace(config, meta=tuple(sorted({**meta, **change}.items()))))
+    return list(dict.fromkeys(found))
+
+
+def launch(layers: Layers, layer: int, config: KernelConfig, x: torch.Tensor, x_scale: torch.Tensor | None,
+           out: torch.Tensor, workspace: torch.Tensor | None) -> None:
+    layers.impl.launch(x, layers.packed[layer], config, out, x_scale=x_scale, workspace=workspace)
+
+
+def graph_us(step: Callable[[], None], launches: int, replays: int) -> tuple[float, float]:
+    """(median, relative spread) of a replay in microseconds a launch."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            step()
+        for _ in range(2):
+            graph.replay()
+        marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(replays)]
+        for begin, end in marks:
+            begin.record()
+            graph.replay()
+            end.record()
+        torch.cuda.synchronize()
+    times = sorted(a.elapsed_time(b) * 1e3 / launches for a, b in marks)
+    middle = statistics.median(times)
+    return middle, (times[-1] - times[0]) / middle
+
+
+def compile_one(job: tuple[str, int, KernelConfig]) -> str:
+    """Run a configuration once on small random data in this process, which fills Triton's disk cache."""
+    name, m, config = job
+    impl = IMPLS[name]
+    try:
+        layers = Layers.make(impl, 1024, 4096, 1)
+        x, x_scale = inputs(impl, m, 4096)
+        out = torch.empty(m, 1024, dtype=torch.bfloat16, device="cuda")
+        needed = impl.workspace_bytes(LinearShape(m, 1024, 4096), config)
+        workspace = torch.zeros(max(needed, 4), dtype=torch.uint8, device="cuda")
+        launch(layers, 0, config, x, x_scale, out, workspace)
+        torch.cuda.synchronize()
+    except Exception as error:  # what fails here is reported and left out
+        return f"{type(error).__name__}: {error}"[:200]
+    return ""
+
+
+def compile_all(jobs: list[tuple[str, int, KernelConfig]]) -> set[tuple[str, KernelConfig]]:
+    """Compile in one process a core; returns what failed."""
+    begun = time.time()
+    with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
+        errors = pool.map(compile_one, jobs, chunksize=1)
+    failed = {(job[0], job[2]) for job, error in zip(jobs, errors, strict=True) if error}
+    say(f"compiled {len(jobs)} variants in {time.time() - begun:.1f} s, {len(failed)} failed")
+    for job, error in [(j, e) for j, e in zip(jobs, errors, strict=True) if e][:8]:
+        say("  failed:", job[0], label(job[2]), error)
+    return failed
+
+
+def label(config: KernelConfig) -> str:
+    meta = ",".join(f"{k.lower().replace('block_', 'b')}{v}" for k, v in config.meta if k not in ("ROWS", "PROGRAMS"))
+    return f"{config.kernel}:{meta},w{config.num_warps},s{config.num_stages}{',pdl' if config.pdl else ''}"
+
+
+def measure(layers: Layers, m: int, todo: Iterable[KernelConfig], op: str, deadline: float) -> list[dict[str, Any]]:
+    """Check and time configurations; a wrong one is reported and kept out of the ranking."""
+    impl, n, k = layers.impl, layers.n, layers.k
+    x, x_scale = inputs(impl, m, k)
+    out = torch.empty(m, n, dtype=torch.bfloat16, device="cuda")
+    want = impl.twin(x, layers.packed[-1], x_scale=x_scale)
+    size = sum(t.nbytes for t in layers.packed[0].tensors.values())
+    points = []
+    for config in todo:
+        if time.time() > deadline:
+            say("  out of time at", op, m)
+            break
+        needed = impl.workspace_bytes(LinearShape(m, n, k), config)
+        workspace = torch.zeros(needed, dtype=torch.uint8, device="cuda") if needed else None
+        out.fill_(float("nan"))
+        try:
+            launch(layers, len(layers.packed) - 1, config, x, x_scale, out, workspace)
+            error = ((out.float() - want).norm() / want.norm()).item()
+            if not error < RMS_LIMIT:
+                say(f"  WRONG {impl.name} {op} m={m} {label(config)} error {error:.1e}")
+                continue
+
+            def step(config: KernelConfig = config, workspace: torch.Tensor | None = workspace) -> None:
+                for layer in range(len(layers.packed)):
+                    launch(layers, layer, config, x, x_scale, out, workspace)
+
+            us, spread = graph_us(step, len(layers.packed), 5 if m >= 2048 else 9)
+        except Exception as problem:
+            say(f"  FAILED {impl.name} {op} m={m} {label(config)} {type(problem).__name__} {str(problem)[:150]}")
+            continue
+        points.append({"impl": impl.name, "op": op, "m": m, "config": config.to_json(), "label": label(config),
+                       "us": round(us, 3), "spread": round(spread, 3), "tb_s": round(size / us / 1e6, 3),
+                       "tflop_s": round(2e-6 * m * n * k / us, 1), "rms_error": float(f"{error:.2g}")})
+    return sorted(points, key=lambda p: p["us"])
+
+
+def library_us(layers: Layers, m: int) -> tuple[float, str]:
+    """torch's bare operator, epilogue left out where it has none: a bound for what the library offers."""
+    impl, k = layers.impl, layers.k
+    x, _ = inputs(impl, m, k)
+    weights = [p.tensors["weight"].t() for p in layers.packed]
+    if impl.name == "fp8":
+        one = torch.ones((), device="cuda")
+        calls = [lambda w=w: torch._scaled_mm(x, w, one, one, out_dtype=torch.bfloat16, use_fast_accum=True)
+                 for w in weights]
+        name = "_scaled_mm per tensor"
+    elif impl.name == "int8" and m > 16:
+        calls, name = [lambda w=w: torch._int_mm(x, w) for w in weights], "_int_mm bare"
+    else:
+        return float("nan"), ""
+    calls[0]()
+
+    def step() -> None:
+        for call in calls:
+            call()
+
+    return graph_us(step, len(calls), 5)[0], name
+
+
+def sweep(impl: NaturalLinear, tokens: list[int], device: DeviceFacts, variants: bool,
+          failed: set[tuple[str, KernelConfig]], deadline: float) -> list[dict[str, Any]]:
+    """All shapes of one impl; prints a line a (shape, tokens)."""
+    points: list[dict[str, Any]] = []
+    for op, (n, k) in SHAPES.items():
+        count = max(2, min(24, -(-int(COLD_BYTES) // (n * k * impl.weight_dtypes[0].itemsize))))
+        layers = Layers.make(impl, n, k, count)
+        for m in tokens:
+            if (op == "lm_head" and m > 256) or time.time() > deadline:
+                continue
+            if m >= 2048:
+                layers.packed = layers.packed[:2]
+            todo = [c for c in configs(impl, LinearShape(m, n, k), device, variants) if (impl.name, c) not in failed]
+            found = measure(layers, m, todo, op, deadline)
+            bare, name = library_us(layers, m)
+            if name:
+                found.append({"impl": impl.name, "op": op, "m": m, "config": None, "label": name, "us": round(bare, 3)})
+            points += found
+            best = " | ".join(f"{p['label']} {p['us']:.2f} us {p['tb_s']:.2f} TB/s {p['tflop_s']:.0f} TF" for p in
+                              [p for p in found if p["config"]][:3])
+            say(f"{impl.name} {op} m={m} [{len(found)}] {best} || {name} {bare:.2f}")
+        del layers
+        torch.cuda.empty_cache()
+    return points
+
+
+def summary(points: list[dict[str, Any]], tokens: list[int]) -> None:
+    """Sums of the four layer linears over 32 layers, best configuration of each body."""
+    for name in dict.fromkeys(p["impl"] for p in points):
+        for m in tokens:
+            words = []
+            for kind in ("gemv", "dot", "mm", "torch", "bare", "best"):
+                best: dict[str, float] = {}
+                for p in points:
+                    body = p["label"].split(":")[0]
+                    bare = p["config"] is None
+                    hit = bare if kind == "bare" else not bare and kind in (body, "best")
+                    if p["impl"] == name and p["m"] == m and p["op"] != "lm_head" and hit:
+                        best[p["op"]] = min(best.get(p["op"], 1e9), p["us"])
+                if len(best) == 4:
+                    words.append(f"{kind} {32 * sum(best.values()):.0f}")
+            say(f"{name} m={m} 32 layers, us:", ", ".join(words))
+
+
+def write(path: Path, device: DeviceFacts, points: list[dict[str, Any]]) -> None:
+    versions = {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__}
+    path.write_text(json.dumps({"date": str(date.today()), "device": device.name, "command": sys.argv,
+                                "versions": versions, "cells": points}))
+
+
+def _output(command: list[str]) -> str:
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--impl", nargs="+", choices=list(IMPLS), default=list(IMPLS))
+    parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
+    parser.add_argument("--variants", action="store_true")
+    parser.add_argument("--limit", type=float, default=600, help="seconds after which nothing new is timed")
+    args = parser.parse_args()
+    device = DeviceFacts(*json.loads(_output([sys.executable, "-c", _FACTS])))
+    jobs = {(name, config): m for name in args.impl for m in args.tokens for n, k in SHAPES.values()
+            for config in configs(IMPLS[name], LinearShape(m, n, k), device, args.variants) if config.kernel != "torch"}
+    failed = compile_all([(name, min(m, 256), config) for (name, config), m in jobs.items()])
+    deadline = START + args.limit
+    points: list[dict[str, Any]] = []
+    for name in args.impl:
+        points += sweep(IMPLS[name], args.tokens, device, args.variants, failed, deadline)
+        write(args.json, device, points)
+    summary(points, args.tokens)
+
+
+_FACTS = """import json, dataclasses, benchmarks.gpu_linear as b
+print(json.dumps(dataclasses.astuple(b.device_facts())))"""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""A KernelConfig of the natural-layout linears as an offline compile job: the launchers' arguments, typed by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engines.kernels.impl import KernelConfig
+from engines.kernels.linear.dot import dot_kernel
+from engines.kernels.linear.gemv import gemv_kernel
+from engines.kernels.linear.mm import mm_kernel
+from engines.kernels.linear.natural import NaturalLinear
+from engines.kernels.offline import CompileJob
+
+WEIGHT = {"float": "bf16", "fp8": "fp8e4nv", "int8": "i8", "int8_weight": "i8"}
+WORDS = {"float": ("bf16", "bf16"), "fp8": ("i32", "i32"), "int8": ("i32", "i32"), "int8_weight": ("i64", "i32")}
+
+
+def job(impl: NaturalLinear, config: KernelConfig, capability: int = 90) -> CompileJob:
+    """The variant that a launch with n and k multiples of 16 compiles: per-token scales, no bias, no ragged k."""
+    meta: dict[str, Any] = dict(config.meta)
+    common = {"KIND": impl.kind, "PER_TOKEN": True, "HAS_BIAS": False, "PDL": config.pdl}
+    pointers = {"w_scale_ptr": "*fp32", "x_scale_ptr": "*fp32", "bias_ptr": "*bf16", "out_ptr": "*bf16", "m": "i32",
+                "n": "i32", "k": "i32"}
+    weight = WEIGHT[impl.kind]
+    x = "bf16" if impl.kind == "int8_weight" else weight
+    options = {"capability": capability, "aligned": ("n", "k"), "num_warps": config.num_warps,
+               "num_stages": config.num_stages, "pdl": config.pdl}
+    if config.kernel == "gemv":
+        words = WORDS[impl.kind]
+        return CompileJob.of(gemv_kernel, {"x_ptr": f"*{words[0]}", "w_ptr": f"*{words[1]}", **pointers},
+                             {**common, **meta, "EVEN_K": True, "ASM": True}, **options)
+    x_desc = f"tensordesc<{x}[{meta['BLOCK_M']},{meta['BLOCK_K']}]>"
+    w_desc = f"tensordesc<{weight}[{meta['BLOCK_N']},{meta['BLOCK_K']}]>"
+    types: dict[str, str] = dict(pointers)
+    constants: dict[str, Any] = {**common, **meta}
+    if config.kernel == "dot":
+        types |= {"x_ptr": f"*{x}", "w_ptr": f"*{weight}", "partial_ptr": "*fp32", "ticket_ptr": "*i32"}
+        constants |= {"STAGES": config.num_stages, "EVEN_K": True}
+        (types if meta["TMA"] else constants)["w_desc"] = w_desc if meta["TMA"] else None
+        (types if meta["TMA"] == 2 else constants)["x_desc"] = x_desc if meta["TMA"] == 2 else None
+        return CompileJob.of(dot_kernel, types, constants, **options)
+    types |= {"x_desc": x_desc, "w_desc": w_desc}
+    store = bool(constants.pop("TMA_STORE"))
+    out = f"tensordesc<bf16[{meta['BLOCK_M']},{meta['BLOCK_N'] // meta['EPILOGUE']}]>"
+    (types if store else constants)["out_desc"] = out if store else None
+    constants.pop("PROGRAMS")
+    constants |= {name: bool(meta[name]) for name in ("WARP_SPECIALIZE", "FLATTEN")}
+    return CompileJob.of(mm_kernel, types, constants, **options)
