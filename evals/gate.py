@@ -100,10 +100,8 @@ def _nll(candidate: EvalReport, baseline: EvalReport | None, rule: NllRule, cand
     word: VerdictWord = ("FAIL" if low > rule.margin else "ANOMALOUS" if high < -rule.margin else
                          "PASS" if high < rule.margin else "INCONCLUSIVE")
     if word == "INCONCLUSIVE":
-        gap = abs(rule.margin - value)
-        many = math.ceil(documents * (reach * error / gap) ** 2) if gap > 0.05 * rule.margin else None
-        needed = "many more" if many is None else f"about {many}"
-        found += f"; {needed} documents would decide"
+        needed = items_needed(documents, reach * error, abs(rule.margin - value))
+        found += f"; about {needed:,} documents would decide"
     return Reason(check="delta NLL", word=word, found=found, allowed=allowed)
 
 
@@ -179,9 +177,10 @@ def _pooled(pairs: Pairs, rule: AccuracyRule, candidates: int, detectable: list[
     found = (f"{100 * drop:+.2f} points [{100 * (drop - z * error):+.2f}, {100 * (drop + z * error):+.2f}] over "
              f"{looks[at]} items, {b} right to wrong and {c} wrong to right, detectable {detectable[-1]:.2f}")
     if decision.code[0] == OPEN:
-        needed = math.ceil((b + c + 1) / looks[at] * (2.5 / margin) ** 2)
+        needed = items_needed(looks[at], z * error, abs(margin - drop))
+        coming = next((look for look in rule.looks if look >= needed), rule.looks[-1])
         return Reason(check="accuracy", word="INCONCLUSIVE", allowed=allowed,
-                      found=f"{found}; items ran out, about {max(needed, looks[at] + 1)} would decide")
+                      found=f"{found}; items ran out, {coming} should decide")
     if decision.by_estimate[0]:
         found += "; the cap was reached and the point estimate decides"
     whole, whole_error = loss_of(pairs[:rule.looks[-1]])
@@ -213,6 +212,11 @@ def _single_tasks(pairs: Pairs, tasks: Sequence[str], rule: AccuracyRule, candid
             allowed=f"loss not clearly above {2 * rule.margin:g} points",
             found=f"{100 * drop:+.2f} points over {len(groups[task])} items, p {p:.3f} (Holm) for any loss"))
     return reasons
+
+
+def items_needed(n: int, reach: float, gap: float) -> int:
+    """Items at which an interval of half width ``reach`` over ``n`` items shrinks to ``gap``, at most a million."""
+    return min(1_000_000, math.ceil(n * (reach / gap) ** 2)) if gap > 0 else 1_000_000
 
 
 def _speed(rule: SpeedRule, sweep: LatencySweep | None) -> Reason:
