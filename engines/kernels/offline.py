@@ -80,7 +80,7 @@ class CompileJob:
 
 def compile_for(fn: Any, signature: Mapping[str, str], constexprs: Mapping[str, Any], capability: int = 90, *,
                 aligned: Iterable[str] = (), num_warps: int = 4, num_stages: int = 1, pdl: bool = False) -> KernelFacts:
-    """Compile a ``@triton.jit`` function for ``capability`` (80, 89, 90, 100, ...) and read the cubin.
+    """Compile a Triton or Gluon jit function for ``capability`` (80, 89, 90, 100, ...) and read the cubin.
 
     ``signature`` types the run-time arguments (``*bf16``, ``*fp8e4nv``, ``i32``, ``tensordesc<bf16[64,128]>``);
     arguments named in ``constexprs`` are constants. Pointers count as 16-byte aligned, as torch's are; integers only
@@ -90,6 +90,7 @@ def compile_for(fn: Any, signature: Mapping[str, str], constexprs: Mapping[str, 
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     wanted = set(aligned)
     unknown = (set(signature) | set(constexprs) | wanted) ^ set(fn.arg_names)
@@ -98,7 +99,8 @@ def compile_for(fn: Any, signature: Mapping[str, str], constexprs: Mapping[str, 
     types = {name: "constexpr" if name in constexprs else signature[name] for name in fn.arg_names}
     attrs = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(fn.arg_names)
              if types[name].startswith("*") or name in wanted}
-    source = ASTSource(fn, types, dict(constexprs), attrs)
+    dialect = GluonASTSource if fn.is_gluon() else ASTSource
+    source = dialect(fn, types, dict(constexprs), attrs)
     options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages}
     if pdl:
         options["launch_pdl"] = True

@@ -16,6 +16,7 @@ CPU = DeviceFacts("cpu", 0, 0, 0, 0)
 H200 = DeviceFacts("NVIDIA H200", 90, 132, 232448, 60 << 20)
 IMPLS = {"int4_a16": Int4A16(), "int4_a8": Int4A8()}
 # n, k, group: one tile, odd rows, padded runs, SmolLM2's widths, several runs
+ROUNDED = torch.bfloat16 if CUDA else torch.float16  # the interpreter truncates to bf16: too coarse to round in
 WEIGHTS = [(16, 128, 32), (1, 32, 32), (33, 576, 64), (50, 1536, 64), (40, 1024, 128), (17, 640, 128), (64, 192, 32)]
 TOKENS = [1, 2, 17]
 
@@ -35,7 +36,8 @@ def weight(n: int, k: int, group: int, seed: int, exact: bool = True) -> tuple[t
     return codes, scale.half().float() if exact else scale
 
 
-def activations(name: str, m: int, k: int, group: int, seed: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+def activations(name: str, m: int, k: int, group: int, seed: int,
+                dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(m, k, generator=g)
     if name == "int4_a16":
@@ -52,11 +54,13 @@ def judge(out: torch.Tensor, want: torch.Tensor, rms: float, peak: float, what: 
     assert error.abs().max() / norm < peak, f"{what}: worst {error.abs().max() / norm:.2e}"
 
 
-def run(name: str, config: KernelConfig, case: tuple[int, int, int], m: int, dtype: torch.dtype, exact: bool = True) -> None:
+def run(name: str, config: KernelConfig, case: tuple[int, int, int], m: int, dtype: torch.dtype,
+        exact: bool = True, bias: bool = False) -> None:
     n, k, group = case
     impl = IMPLS[name]
     codes, scale = weight(n, k, group, n + k, exact)
-    packed = impl.pack(codes.to(DEVICE), scale.to(DEVICE))
+    offset = torch.linspace(-2, 2, n).to(dtype).to(DEVICE) if bias else None
+    packed = impl.pack(codes.to(DEVICE), scale.to(DEVICE), bias=offset)
     x, x_scale = activations(name, m, k, group, m, dtype)
     x, x_scale = x.to(DEVICE), None if x_scale is None else x_scale.to(DEVICE)
     out = torch.full((m, n), float("nan"), dtype=dtype, device=DEVICE)
@@ -81,7 +85,8 @@ def test_pack_is_exactly_invertible(case, exact, order):
     codes, scale = weight(n, k, group, 3, exact)
     packed = pack_int4(codes, scale, order)
     back, back_scale = unpack_int4(packed, order)
-    assert torch.equal(back, codes) and torch.equal(back_scale, scale)
+    assert torch.equal(back, codes)
+    assert torch.equal(back_scale, scale)
     assert packed.tensors["scales"].dtype == (torch.float16 if exact else torch.float32)
     expected = codes.double() * scale.double().repeat_interleave(group, 1)
     assert torch.allclose(dequantize(packed, order).double(), expected, rtol=1e-6)
@@ -135,14 +140,25 @@ def test_split_k_and_fold_agree_with_the_twin(name):
             torch.bfloat16)
     if name == "int4_a16":
         for case in ((70, 576, 64), (33, 320, 32), (16, 384, 128)):
-            run(name, KernelConfig.of("dot", BLOCK_M=16, BLOCK_N=32, BLOCK_K=max(64, case[2]), SPLIT_K=1, FOLD=1), case, 5,
-                torch.bfloat16 if CUDA else torch.float16)
+            fold = KernelConfig.of("dot", BLOCK_M=16, BLOCK_N=32, BLOCK_K=max(64, case[2]), SPLIT_K=1, FOLD=1)
+            run(name, fold, case, 5, ROUNDED)
 
 
 @pytest.mark.parametrize("name", list(IMPLS))
 @pytest.mark.parametrize("case", WEIGHTS)
 def test_mm_agrees_with_the_twin(case, name):
-    run(name, KernelConfig.of("mm", BLOCK_N=32, BLOCK_K=max(64, case[2]), SPLIT_K=1), case, 19, torch.bfloat16 if CUDA else torch.float16)
+    config = KernelConfig.of("mm", BLOCK_N=32, BLOCK_K=max(64, case[2]), SPLIT_K=1)
+    run(name, config, case, 19, ROUNDED)
+
+
+@pytest.mark.parametrize("name", list(IMPLS))
+def test_bias_is_added(name):
+    for config in (KernelConfig.of("mm", BLOCK_N=32, BLOCK_K=64, SPLIT_K=1),
+                   KernelConfig.of("dot", BLOCK_M=16, BLOCK_N=32, BLOCK_K=64, SPLIT_K=2, FOLD=0),
+                   KernelConfig.of("dot", BLOCK_M=16, BLOCK_N=32, BLOCK_K=64, SPLIT_K=1, FOLD=0)):
+        run(name, config, (33, 576, 64), 3, ROUNDED, bias=True)
+    with pytest.raises(Int4WeightError, match="bias"):
+        IMPLS[name].pack(*weight(16, 64, 32, 1), bias=torch.zeros(15))
 
 
 @pytest.mark.parametrize("name", list(IMPLS))
@@ -155,8 +171,9 @@ def test_candidates_run_here(name):
 
 
 @pytest.mark.parametrize("name", list(IMPLS))
-@pytest.mark.parametrize(("n", "k", "group"), [(6144, 4096, 128), (28672, 4096, 128), (4096, 14336, 128), (576, 576, 64),
-                                               (49152, 576, 64), (576, 1536, 64), (77, 1536, 64)])
+@pytest.mark.parametrize(("n", "k", "group"), [
+    (6144, 4096, 128), (28672, 4096, 128), (4096, 14336, 128), (576, 576, 64), (49152, 576, 64), (576, 1536, 64),
+    (77, 1536, 64)])
 def test_candidates_are_few_and_distinct(name, n, k, group):
     for m in (1, 8, 16, 32, 64, 256, 16384):
         configs = IMPLS[name].candidates(LinearShape(m, n, k, group), H200)
@@ -173,7 +190,8 @@ def test_empty_batch_launches_nothing(name):
         torch.empty(0, 64, dtype=torch.int8), torch.empty(0, 2))
     out = torch.empty(0, 16, dtype=torch.bfloat16, device=DEVICE)
     config = impl.candidates(LinearShape(1, 16, 64, 32), here())[0]
-    assert impl.launch(x.to(DEVICE), packed, config, out, x_scale=None if x_scale is None else x_scale.to(DEVICE)) is out
+    x_scale = None if x_scale is None else x_scale.to(DEVICE)
+    assert impl.launch(x.to(DEVICE), packed, config, out, x_scale=x_scale) is out
 
 
 def test_wrong_operands_are_refused():
@@ -213,7 +231,7 @@ def test_mma_agrees_with_the_twin(case, name):
         tiles = 1 if m <= 8 else 2 if m <= 16 else 4
         for warps, rows, programs in ((1, 1, 0), (4, 2, 0), (8, 1, 2), (8, 1, 0)):
             config = KernelConfig.of("mma", num_warps=warps, RT=rows, NT=tiles, PROGRAMS=programs, BLOCK_K=0, SPLIT_K=1)
-            run(name, config, case, m, torch.float16 if m == 3 else torch.bfloat16, exact=m != 9)
+            run(name, config, case, m, torch.float16 if m == 3 else torch.bfloat16, exact=m != 9, bias=m == 16)
 
 
 @pytest.mark.gpu

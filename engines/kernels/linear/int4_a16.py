@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 
 from engines.kernels.impl import DeviceFacts, KernelConfig, LinearShape, Packed
-from engines.kernels.linear.int4_layout import Order, dequantize
+from engines.kernels.linear.int4_layout import Order
 from engines.kernels.linear.int4_linear import Int4Linear, check_shapes, dot_configs, mma_configs, unpack_config
 
 __all__ = ["Int4A16"]
@@ -51,4 +51,4 @@ class Int4A16(Int4Linear):
 
     def twin(self, x: torch.Tensor, packed: Packed, *, x_scale: torch.Tensor | None = None) -> torch.Tensor:
         """float32 [m, n] in plain torch."""
-        return x.float() @ dequantize(packed, self.order).t()
+        return self.product(x.float(), packed)

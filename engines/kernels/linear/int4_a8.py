@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 
 from engines.kernels.impl import DeviceFacts, KernelConfig, LinearShape, Packed
-from engines.kernels.linear.int4_layout import Order, dequantize
+from engines.kernels.linear.int4_layout import Order
 from engines.kernels.linear.int4_linear import Int4Linear, check_shapes, dot_configs, mma_configs, unpack_config
 
 __all__ = ["Int4A8"]
@@ -57,4 +57,4 @@ class Int4A8(Int4Linear):
         """float32 [m, n] in plain torch."""
         if x_scale is None:
             raise ValueError(f"{self.name}: x_scale is missing")
-        return (x.float() * x_scale.repeat_interleave(packed.group, 1)) @ dequantize(packed, self.order).t()
+        return self.product(x.float() * x_scale.repeat_interleave(packed.group, 1), packed)

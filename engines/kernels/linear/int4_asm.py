@@ -83,7 +83,7 @@ def _widen_bf16(first: int) -> str:
 
 @constexpr_function
 def _widen_fp16(first: int) -> str:
-    """fp16 has 10: 0x6400 | u is 1024 + u and 0x6400 | 16 u is 1024 + 16 u (times 1/16 minus 72 is q): one shift of 8."""
+    """fp16 has 10: 0x6400 | u is 1024 + u, 0x6400 | 16 u is 1024 + 16 u (times 1/16 minus 72 is q): one shift of 8."""
     text = "{ .reg .b32 t, v, m, o, b, p, d; mov.b32 m, 0x64006400; mov.b32 o, 0x3C003C00; mov.b32 b, 0xE408E408;\n"
     text += "mov.b32 p, 0x2C002C00; mov.b32 d, 0xD480D480;\n"
     for i in range(2):

@@ -59,16 +59,22 @@ def load_weights(w_ptr, first_tile, tiles, k0, CHUNKS: tl.constexpr, BLOCK_N: tl
     if A8:
         both = tl.join(w << 4, w & -16)
         both = tl.reshape(both, (TILES, STEP, 8, 4, HALVES, 2, 4, 2))  # tile chunk r c i2 i1 e h
-        return tl.reshape(tl.permute(both, (0, 7, 2, 1, 4, 3, 5, 6)), (BLOCK_N, BLOCK_K))
-    low = tl.join(w & 15, (w >> 4) & 15)
-    high = tl.join((w >> 8) & 15, (w >> 12) & 15)
-    four = tl.reshape(tl.join(low, high), (TILES, STEP, 8, 4, HALVES, 2, 2, 2, 2))  # tile chunk r c i2 i1 e0 h e1
-    codes = tl.reshape(tl.permute(four, (0, 7, 2, 1, 4, 3, 5, 8, 6)), (BLOCK_N, BLOCK_K))
-    if WIDE:
-        return codes.to(tl.float32) - 8.0
-    if FP16:
-        return (codes | 0x6400).to(tl.float16, bitcast=True) - 1032.0
-    return (codes | 0x4300).to(tl.bfloat16, bitcast=True) - 136.0
+        codes = tl.reshape(tl.permute(both, (0, 7, 2, 1, 4, 3, 5, 6)), (BLOCK_N, BLOCK_K))
+    else:
+        low = tl.join(w & 15, (w >> 4) & 15)
+        high = tl.join((w >> 8) & 15, (w >> 12) & 15)
+        four = tl.join(low, high)
+        four = tl.reshape(four, (TILES, STEP, 8, 4, HALVES, 2, 2, 2, 2))  # tile chunk r c i2 i1 e0 h e1
+        codes = tl.reshape(tl.permute(four, (0, 7, 2, 1, 4, 3, 5, 8, 6)), (BLOCK_N, BLOCK_K))
+    if A8:
+        values = codes
+    elif WIDE:
+        values = codes.to(tl.float32) - 8.0
+    elif FP16:
+        values = (codes | 0x6400).to(tl.float16, bitcast=True) - 1032.0
+    else:
+        values = (codes | 0x4300).to(tl.bfloat16, bitcast=True) - 136.0
+    return values
 
 
 @triton.jit
@@ -83,17 +89,19 @@ def load_scales(s_ptr, first_tile, tiles, g0, GROUPS: tl.constexpr, BLOCK_N: tl.
 
 
 @triton.jit
-def _store_out(acc, y_ptr, row, token, m, n) -> None:
-    """acc [rows, tokens] -> y [m, n]."""
+def _store_out(acc, bias_ptr, y_ptr, row, token, m, n, HAS_BIAS: tl.constexpr) -> None:
+    """acc [rows, tokens] (+ bias [n]) -> y [m, n]."""
+    if HAS_BIAS:
+        acc += tl.load(bias_ptr + row, mask=row < n, other=0.0).to(tl.float32)[:, None]
     at = y_ptr + token.to(tl.int64)[None, :] * n + row[:, None]
     tl.store(at, acc.to(y_ptr.dtype.element_ty), mask=(row < n)[:, None] & (token < m)[None, :])
 
 
 @triton.jit(do_not_specialize=["m", "n"])
-def int4_dot(x_ptr, xs_ptr, w_ptr, s_ptr, y_ptr, partial_ptr, ticket_ptr, m, n, K: tl.constexpr, GROUP: tl.constexpr,
-             BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr,
-             FOLD: tl.constexpr, STAGES: tl.constexpr, PER_LOAD: tl.constexpr, A8: tl.constexpr, WIDE: tl.constexpr,
-             PDL: tl.constexpr):
+def int4_dot(x_ptr, xs_ptr, w_ptr, s_ptr, bias_ptr, y_ptr, partial_ptr, ticket_ptr, m, n, K: tl.constexpr,
+             GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+             SPLIT_K: tl.constexpr, FOLD: tl.constexpr, STAGES: tl.constexpr, PER_LOAD: tl.constexpr, A8: tl.constexpr,
+             WIDE: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr):
     """Grid (tiles of rows, SPLIT_K, tiles of tokens)."""
     FP16: tl.constexpr = x_ptr.dtype.element_ty == tl.float16
     GROUPS: tl.constexpr = (K + 4 * GROUP - 1) // (4 * GROUP) * 4
@@ -133,13 +141,13 @@ def int4_dot(x_ptr, xs_ptr, w_ptr, s_ptr, y_ptr, partial_ptr, ticket_ptr, m, n, 
     if A8:
         acc *= 0.0625
     if SPLIT_K == 1:
-        _store_out(acc, y_ptr, row, token, m, n)
+        _store_out(acc, bias_ptr, y_ptr, row, token, m, n, HAS_BIAS)
     else:
         tile = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
         store_partial(partial_ptr, tile, tl.program_id(1), acc, BLOCK_N, BLOCK_M, SPLIT_K)
         if is_last_split(ticket_ptr + tile, SPLIT_K):
             total = sum_partials(partial_ptr, tile, BLOCK_N, BLOCK_M, SPLIT_K)
-            _store_out(total, y_ptr, row, token, m, n)
+            _store_out(total, bias_ptr, y_ptr, row, token, m, n, HAS_BIAS)
 
 
 def dot_workspace(shape: LinearShape, config: KernelConfig) -> int:
@@ -161,8 +169,10 @@ def launch_int4_dot(x: torch.Tensor, packed: Packed, config: KernelConfig, out: 
     views = split_k_views(workspace, dot_workspace(shape, config))
     partials, tickets = (words, words) if views is None else views
     grid = (triton.cdiv(packed.n, config["BLOCK_N"]), config["SPLIT_K"], triton.cdiv(m, config["BLOCK_M"]))
-    int4_dot[grid](x, scales if x_scale is None else x_scale, words.view(torch.int8 if a8 else torch.int16), scales, out,
+    pieces = words.view(torch.int8 if a8 else torch.int16)
+    bias = packed.tensors.get("bias")
+    int4_dot[grid](x, scales if x_scale is None else x_scale, pieces, scales, scales if bias is None else bias, out,
                    partials, tickets, m, packed.n, K=packed.k, GROUP=packed.group, BLOCK_M=config["BLOCK_M"],
                    BLOCK_N=config["BLOCK_N"], BLOCK_K=config["BLOCK_K"], SPLIT_K=config["SPLIT_K"],
                    FOLD=bool(config["FOLD"]), STAGES=config.num_stages, PER_LOAD=scales_per_load(scales.dtype), A8=a8,
-                   WIDE=INTERPRETED, **launch_options(config))
+                   WIDE=INTERPRETED, HAS_BIAS=bias is not None, **launch_options(config))

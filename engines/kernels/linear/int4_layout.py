@@ -15,8 +15,8 @@ the order in which lanes will hold them, and a 16-byte load per lane *is* the op
 The place of a nibble inside its word serves the arithmetic:
 
     order  nibble p holds      code        read as
-    A16    h = p % 2,          q + 8       pairs (p, p + 4): ``(w >> 4 p) & 0x000f000f | 0x43004300`` is two bf16 numbers
-           e = 2 (p % 4 // 2)              128 + (q + 8), the two neighbours e, e + 1 of one row; minus 136 gives q
+    A16    h = p % 2,          q + 8       pairs (p, p + 4): ``(w >> 4 p) & 0x000f000f | 0x43004300`` is two bf16
+           e = 2 (p % 4 // 2)              numbers 128 + (q + 8), neighbours e, e + 1 of one row; minus 136 is q
              + p // 4
     A8     h = p % 2,          q (two's    bytes: ``(w << 4) & 0xf0f0f0f0`` is four int8 numbers 16 q of row r,
            e = p // 2          complement) ``w & 0xf0f0f0f0`` the same four inputs of row r + 8
@@ -170,6 +170,7 @@ def _checked(weight: torch.Tensor, weight_scale: torch.Tensor | None) -> tuple[G
         raise Int4WeightError(f"codes reach from {low} to {high}", "4-bit symmetric codes lie in [-8, 7].")
     scale = weight_scale.float()
     if not bool((torch.isfinite(scale) & (scale > 0)).all()):
-        raise Int4WeightError(f"{int((~(scale > 0) | ~torch.isfinite(scale)).sum())} scales are not finite and positive",
+        broken = int((~(scale > 0) | ~torch.isfinite(scale)).sum())
+        raise Int4WeightError(f"{broken} scales are not finite and positive",
                               "The checkpoint is damaged or was calibrated on broken activations.")
     return Geometry(n, k, k // groups), scale

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import triton
@@ -15,7 +16,16 @@ import triton
 from engines.kernels.impl import DeviceFacts, KernelConfig, LinearShape, Packed
 from engines.kernels.jit import launch_options, next_pow2
 from engines.kernels.linear.int4_dot import dot_workspace, launch_int4_dot
-from engines.kernels.linear.int4_layout import GROUPS, RUN, Geometry, Order, pack_int4, unpack_int4
+from engines.kernels.linear.int4_layout import (
+    GROUPS,
+    RUN,
+    Geometry,
+    Int4WeightError,
+    Order,
+    dequantize,
+    pack_int4,
+    unpack_int4,
+)
 from engines.kernels.linear.int4_mm import launch_int4_mm, mm_workspace
 from engines.kernels.linear.int4_mma import MAX_TOKENS, int4_mma
 
@@ -43,12 +53,18 @@ class Int4Linear:
             return f"sm_{device.capability} has no bf16 matrix instruction"
         return None
 
-    def pack(self, weight: torch.Tensor, weight_scale: torch.Tensor | None = None) -> Packed:
-        """int8 codes [n, k] in [-8, 7], float32 scales [n, k / group] -> storage order. Raises Int4WeightError."""
-        return pack_int4(weight, weight_scale, self.order)
+    def pack(self, weight: torch.Tensor, weight_scale: torch.Tensor | None = None, *,
+             bias: torch.Tensor | None = None) -> Packed:
+        """int8 codes [n, k] in [-8, 7], float32 scales [n, k / group], bias [n] -> storage. Raises Int4WeightError."""
+        packed = pack_int4(weight, weight_scale, self.order)
+        if bias is None:
+            return packed
+        if bias.shape != (packed.n,):
+            raise Int4WeightError(f"the bias is {list(bias.shape)}, expected [{packed.n}]", "Check the name map.")
+        return replace(packed, tensors={**packed.tensors, "bias": bias.contiguous()})
 
     def unpack(self, packed: Packed) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The exact inverse of ``pack``."""
+        """The exact inverse of ``pack`` (the bias stays in ``packed.tensors``)."""
         return unpack_int4(packed, self.order)
 
     def workspace_bytes(self, shape: LinearShape, config: KernelConfig) -> int:
@@ -73,8 +89,17 @@ class Int4Linear:
             raise ValueError(f"{self.name} has no kernel {config.kernel!r}; it has mma, dot, mm")
         return out
 
+    def product(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
+        """x [m, k] float32 times the dequantized weight, plus the bias: the twin's sum, float32 [m, n]."""
+        bias = packed.tensors.get("bias")
+        return x @ dequantize(packed, self.order).t() + (0.0 if bias is None else bias.float())
+
     def check(self, x: torch.Tensor, packed: Packed, out: torch.Tensor, x_scale: torch.Tensor | None) -> None:
         """Raises ValueError when the operands do not fit the weight or each other."""
+        raise NotImplementedError
+
+    def twin(self, x: torch.Tensor, packed: Packed, *, x_scale: torch.Tensor | None = None) -> torch.Tensor:
+        """The same sum in plain torch, float32 [m, n]."""
         raise NotImplementedError
 
     def candidates(self, shape: LinearShape, device: DeviceFacts) -> Sequence[KernelConfig]:
@@ -94,7 +119,7 @@ def check_shapes(name: str, x: torch.Tensor, packed: Packed, out: torch.Tensor) 
 
 def mma_configs(shape: LinearShape, choices: Sequence[tuple[int, int, int]], device: DeviceFacts, *,
                 pdl: bool) -> list[KernelConfig]:
-    """``mma`` configurations from (warps, RT, programs per multiprocessor or 0 for one each tile) that fit the shape."""
+    """``mma`` configurations from (warps, RT, programs per multiprocessor or 0: one a tile) that fit the shape."""
     if shape.m > MAX_TOKENS or device.capability < 80:
         return []
     geometry = Geometry(shape.n, shape.k, shape.group)
@@ -103,7 +128,7 @@ def mma_configs(shape: LinearShape, choices: Sequence[tuple[int, int, int]], dev
     for warps, row_tiles, per_sm in choices:
         grid = triton.cdiv(geometry.tiles, row_tiles)
         programs = min(grid, per_sm * device.num_sms)
-        if warps > 1 and warps // 2 >= geometry.runs or (per_sm and programs == grid):
+        if (warps > 1 and warps // 2 >= geometry.runs) or (per_sm and programs == grid):
             continue  # idle warps, or a loop of one turn
         configs.append(KernelConfig.of("mma", num_warps=warps, pdl=pdl, RT=row_tiles, NT=token_tiles, PROGRAMS=programs,
                                        BLOCK_K=RUN * shape.group * warps, SPLIT_K=1))
@@ -142,9 +167,10 @@ def _launch_mma(x: torch.Tensor, packed: Packed, config: KernelConfig, out: torc
     if m > 8 * config["NT"]:
         raise ValueError(f"{m} tokens do not fit {config['NT']} tiles of 8")
     words, scales = packed.tensors["words"], packed.tensors["scales"]
+    bias = packed.tensors.get("bias")
     programs = config["PROGRAMS"] or triton.cdiv(words.shape[0], config["RT"])
-    options = launch_options(config)
-    int4_mma[(programs,)](x, scales if x_scale is None else x_scale, words, scales, out, m, packed.n, programs,
-                          K=packed.k, GROUP=packed.group, NUM_WARPS=config.num_warps, RT=config["RT"],
-                          NT=config["NT"], A8=x.dtype == torch.int8, FP16=x.dtype == torch.float16,
-                          SCALE=_SCALE_KIND[scales.dtype], LOOP=config["PROGRAMS"] > 0, **options)
+    int4_mma[(programs,)](x, scales if x_scale is None else x_scale, words, scales, scales if bias is None else bias,
+                          out, m, packed.n, programs, K=packed.k, GROUP=packed.group, NUM_WARPS=config.num_warps,
+                          RT=config["RT"], NT=config["NT"], A8=x.dtype == torch.int8, FP16=x.dtype == torch.float16,
+                          SCALE=_SCALE_KIND[scales.dtype], LOOP=config["PROGRAMS"] > 0, HAS_BIAS=bias is not None,
+                          **launch_options(config))

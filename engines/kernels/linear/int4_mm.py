@@ -1,10 +1,10 @@
 """4-bit linears for prefill: write the weight out in 16 bits once per pass, then use the library's matrix product.
 
-At thousands of tokens the product is bound by arithmetic, so 16-bit weights lose nothing against 4-bit ones, and the
+At thousands of tokens the product is bound by arithmetic: 16-bit weights lose nothing against 4-bit ones, and the
 library's kernel runs at the device's best rate. The price is traffic: a quarter of a 16-bit weight is read, all of it
-written and read again, about 7 ms a pass for an 8B model against some 330 ms of arithmetic at 16,384 tokens.
+is written and read again, about 7 ms a pass for an 8B model against some 330 ms of arithmetic at 16,384 tokens.
 
-    scratch [n, k] (then x [m, k] for A8)    in the output's type, lies in ``workspace``; ``mm_workspace`` says how large
+    scratch [n, k] (then x [m, k] for A8)    in the output's type, lies in ``workspace`` (size: ``mm_workspace``)
 
 Rounding: q * scale is rounded to 16 bits (A8: code * scale of the activation as well), 2^-9 relative for bf16.
 """
@@ -85,4 +85,8 @@ def launch_int4_mm(x: torch.Tensor, packed: Packed, config: KernelConfig, out: t
         int8_group_unpack[(triton.cdiv(m * k, 2048),)](x, x_scale, wide, m * k, GROUP=packed.group, BLOCK=2048,
                                                        **launch_options(config))
         x = wide
-    torch.mm(x, weight.t(), out=out)
+    bias = packed.tensors.get("bias")
+    if bias is None:
+        torch.mm(x, weight.t(), out=out)
+    else:
+        torch.addmm(bias.to(out.dtype), x, weight.t(), out=out)

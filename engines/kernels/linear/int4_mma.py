@@ -23,6 +23,10 @@ Written in Gluon, Triton's dialect with explicit layouts: which lane holds which
 sm_80 and later; elsewhere, and in the interpreter, ``int4_dot`` reads the same storage.
 """
 
+# Device code grows tuples by +; it knows no unpacking, and their types grow with them.
+# ruff: noqa: RUF005
+# mypy: disable-error-code="assignment"
+
 from __future__ import annotations
 
 import triton.language as tl
@@ -89,11 +93,11 @@ def _half(d, w, x, HALF: gl.constexpr, RT: gl.constexpr, NT: gl.constexpr, A8: g
     out = ()
     for r in gl.static_range(RT):
         if A8:
-            a = gl.inline_asm_elementwise(widen_asm(HALF, A8, FP16), widen_registers(A8), [w[r]], dtype=gl.int32, is_pure=True,
-                                          pack=4)
+            a = gl.inline_asm_elementwise(widen_asm(HALF, A8, FP16), widen_registers(A8), [w[r]], dtype=gl.int32,
+                                          is_pure=True, pack=4)
         else:
-            a, b = gl.inline_asm_elementwise(widen_asm(HALF, A8, FP16), widen_registers(A8), [w[r]], dtype=(gl.int32, gl.int32),
-                                             is_pure=True, pack=4)
+            a, b = gl.inline_asm_elementwise(widen_asm(HALF, A8, FP16), widen_registers(A8), [w[r]],
+                                             dtype=(gl.int32, gl.int32), is_pure=True, pack=4)
         for t in gl.static_range(NT):
             v = d[r * NT + t]
             if A8:
@@ -118,11 +122,12 @@ def _scale_in(acc, d, scales, xs, G: gl.constexpr, RT: gl.constexpr, NT: gl.cons
         for t in gl.static_range(NT):
             if A8:
                 v = gl.inline_asm_elementwise(scaled_asm(G, SCALE, A8), scaled_registers(A8),
-                                              [acc[r * NT + t], d[r * NT + t], s, xs[2 * t], xs[2 * t + 1]], dtype=gl.float32,
-                                              is_pure=True, pack=4)
-            else:
-                v = gl.inline_asm_elementwise(scaled_asm(G, SCALE, A8), scaled_registers(A8), [acc[r * NT + t], d[r * NT + t], s],
+                                              [acc[r * NT + t], d[r * NT + t], s, xs[2 * t], xs[2 * t + 1]],
                                               dtype=gl.float32, is_pure=True, pack=4)
+            else:
+                v = gl.inline_asm_elementwise(scaled_asm(G, SCALE, A8), scaled_registers(A8),
+                                              [acc[r * NT + t], d[r * NT + t], s], dtype=gl.float32, is_pure=True,
+                                              pack=4)
             out = out + (v,)
     return out
 
@@ -169,7 +174,8 @@ def _use_run(acc, words, scales, x_ptr, xs_ptr, m, run, lane, j, L: gl.constexpr
 
 
 @gluon.jit
-def _store(acc, y_ptr, first_row, first_token, m, n, NW: gl.constexpr, A8: gl.constexpr):
+def _store(acc, bias_ptr, y_ptr, first_row, first_token, m, n, NW: gl.constexpr, A8: gl.constexpr,
+           HAS_BIAS: gl.constexpr):
     """Add the warps' partial sums of a 16 x 8 tile, in their order, and write columns < m, rows < n."""
     y = gl.sum(gl.reshape(acc, [NW, 32, 4]), 0)
     if A8:
@@ -179,13 +185,15 @@ def _store(acc, y_ptr, first_row, first_token, m, n, NW: gl.constexpr, A8: gl.co
     j = gl.arange(0, 4, layout=gl.SliceLayout(0, L))[None, :]
     row = first_row + lane // 4 + 8 * (j // 2)
     token = first_token + 2 * (lane % 4) + j % 2
+    if HAS_BIAS:
+        y += gl.load(bias_ptr + row, mask=row < n, other=0.0).to(gl.float32)
     gl.store(y_ptr + (token * n + row), y.to(y_ptr.dtype.element_ty), mask=(token < m) & (row < n))
 
 
 @gluon.jit(do_not_specialize=["m", "n", "programs"])
-def int4_mma(x_ptr, xs_ptr, w_ptr, s_ptr, y_ptr, m, n, programs, K: gl.constexpr, GROUP: gl.constexpr,
+def int4_mma(x_ptr, xs_ptr, w_ptr, s_ptr, bias_ptr, y_ptr, m, n, programs, K: gl.constexpr, GROUP: gl.constexpr,
              NUM_WARPS: gl.constexpr, RT: gl.constexpr, NT: gl.constexpr, A8: gl.constexpr, FP16: gl.constexpr,
-             SCALE: gl.constexpr, LOOP: gl.constexpr, PDL: gl.constexpr):
+             SCALE: gl.constexpr, LOOP: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr) -> None:
     """One program: RT * 16 rows of ``y`` [m, n] for m <= 8 NT tokens (module docstring); grid (programs,).
 
     x [m, K] bf16/fp16 (FP16) or int8 codes with xs [m, K / GROUP]; w, s as ``int4_layout`` stores them.
@@ -237,4 +245,4 @@ def int4_mma(x_ptr, xs_ptr, w_ptr, s_ptr, y_ptr, m, n, programs, K: gl.constexpr
                            SCALE, EVEN)
         for r in gl.static_range(RT):
             for t in gl.static_range(NT):
-                _store(acc[r * NT + t], y_ptr, (at + r) * 16, t * 8, m, n, NUM_WARPS, A8)
+                _store(acc[r * NT + t], bias_ptr, y_ptr, (at + r) * 16, t * 8, m, n, NUM_WARPS, A8, HAS_BIAS)

@@ -1,0 +1,80 @@
+"""What the compiler makes of the 4-bit kernels, with no GPU: 16-byte loads, matrix instructions, no spills when hot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from engines.kernels.linear.int4_dot import int4_dot
+from engines.kernels.linear.int4_mma import int4_mma
+from engines.kernels.offline import CompileJob, KernelFacts, compile_jobs
+
+
+def mma_job(capability: int, *, a8: bool, warps: int = 8, **meta: Any) -> CompileJob:
+    constants: dict[str, Any] = {"K": 4096, "GROUP": 128, "RT": 1, "NT": 1, "FP16": False, "SCALE": 1, "LOOP": False,
+                                 "HAS_BIAS": False, **meta, "A8": a8, "NUM_WARPS": warps, "PDL": capability >= 90}
+    x = "i8" if a8 else "fp16" if constants["FP16"] else "bf16"
+    types = {"x_ptr": f"*{x}", "xs_ptr": "*fp32", "w_ptr": "*i32", "s_ptr": "*fp16", "bias_ptr": "*bf16",
+             "y_ptr": "*bf16", "m": "i32", "n": "i32", "programs": "i32"}
+    return CompileJob.of(int4_mma, types, constants, capability=capability, num_warps=warps, pdl=capability >= 90)
+
+
+def dot_job(capability: int, *, a8: bool, fold: bool = False) -> CompileJob:
+    constants = {"K": 4096, "GROUP": 128, "BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 128, "SPLIT_K": 2, "FOLD": fold,
+                 "STAGES": 3, "PER_LOAD": 4, "A8": a8, "WIDE": False, "HAS_BIAS": False, "PDL": capability >= 90}
+    types = {"x_ptr": "*i8" if a8 else "*bf16", "xs_ptr": "*fp32", "w_ptr": "*i8" if a8 else "*i16", "s_ptr": "*fp16",
+             "bias_ptr": "*bf16", "y_ptr": "*bf16", "partial_ptr": "*fp32", "ticket_ptr": "*i32", "m": "i32",
+             "n": "i32"}
+    return CompileJob.of(int4_dot, types, constants, capability=capability, num_warps=8, num_stages=3,
+                         pdl=capability >= 90)
+
+
+JOBS = {
+    "a16": mma_job(90, a8=False), "a8": mma_job(90, a8=True), "a16 down": mma_job(90, a8=False, warps=4, K=14336),
+    "a16 two token tiles": mma_job(90, a8=False, NT=2), "a16 fp16 sm_80": mma_job(80, a8=False, FP16=True),
+    "a8 sm_89": mma_job(89, a8=True), "a16 sm_100": mma_job(100, a8=False),
+    "a8 group 64": mma_job(90, a8=True, GROUP=64),
+    "dot a16": dot_job(90, a8=False), "dot a8": dot_job(90, a8=True), "dot fold": dot_job(90, a8=False, fold=True),
+}
+
+
+@pytest.fixture(scope="module")
+def facts() -> dict[str, KernelFacts]:
+    answers = compile_jobs(list(JOBS.values()))
+    failed = [answer for answer in answers if isinstance(answer, str)]
+    assert not failed, failed
+    return {name: answer for name, answer in zip(JOBS, answers, strict=True) if not isinstance(answer, str)}
+
+
+def test_hot_kernels_do_not_spill(facts):
+    # ptxas parks one address of the A8 kernel in local memory to stay at 80 registers: stored once, loaded once
+    assert {name: f.spills for name, f in facts.items() if f.spills > (2 if name.startswith("a8") else 0)} == {}
+
+
+def test_weights_come_in_sixteen_byte_loads(facts):
+    for name, per_run in (("a16", 8), ("a8", 8), ("a16 sm_100", 8), ("a16 fp16 sm_80", 8), ("a8 group 64", 8)):
+        assert facts[name].count("LDG.E.128.STRONG.GPU") == per_run, (name, facts[name].opcodes)
+        assert facts[name].count("LDG.E") - facts[name].count("LDG.E.128") - facts[name].count("LDG.E.64") == 0, name
+
+
+def test_widening_takes_few_instructions(facts):
+    words = 4 * 8
+    widen = sum(facts["a16"].count(op) for op in ("SHF", "LOP3", "HFMA2"))
+    assert widen <= 13 * words, facts["a16"].opcodes
+    widen = sum(facts["a8"].count(op) for op in ("SHF", "LOP3", "IMAD.SHL"))
+    assert widen <= 5 * words, facts["a8"].opcodes
+
+
+def test_matrix_instructions_are_the_fast_ones(facts):
+    assert facts["a16"].count("HMMA.16816.F32.BF16") == 32
+    assert facts["a8"].count("IMMA.16832.S8.S8") == 16
+    assert facts["a16 two token tiles"].count("HMMA.16816.F32.BF16") == 64
+    assert facts["dot a16"].count("HGMMA") > 0
+    assert facts["dot fold"].count("HGMMA") > 0
+    assert facts["dot a8"].count("IGMMA") > 0
+
+
+def test_dependent_launch_is_compiled_in_on_hopper_only(facts):
+    assert facts["a16"].count("ACQBULK") == facts["a16"].count("PREEXIT") == 1
+    assert facts["a8 sm_89"].count("ACQBULK") == 0
