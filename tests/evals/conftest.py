@@ -9,7 +9,10 @@ import torch
 from tokenizers import decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from calib.checkpoint import QuantizedCheckpoint
 from calib.text import Tokenizer
+from engines.build.builder import build
+from engines.plan import EngineSpec
 from evals.adapters import ModuleScorer
 from evals.data import Source, write_folder
 from evals.target import describe
@@ -93,3 +96,18 @@ def data(tmp_path_factory):
     return write_folder(tmp_path_factory.mktemp("data") / "eval", {
         "texts": Source(texts, "made here", "CC0-1.0"), "facts": Source(facts, "made here", "CC0-1.0"),
         "truth": Source([{**row, "answer": int(row["answer"])} for row in truth], "made here", "CC0-1.0")})
+
+
+@pytest.fixture(scope="session")
+def model_folder(tokenizer, tmp_path_factory):
+    """The tiny Llama, rounded to bfloat16, as a Hugging Face folder with its tokenizer."""
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    copy.deepcopy(make_model(tokenizer)).to(torch.bfloat16).save_pretrained(folder)
+    tokenizer.save(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def engine(model_folder, tmp_path_factory):
+    return build(QuantizedCheckpoint.open(model_folder), EngineSpec(tune="none", max_batch_size=8),
+                 tmp_path_factory.mktemp("engine") / "bf16")

@@ -1,0 +1,88 @@
+"""The power table of the gate, with fewer draws than the benchmark, and the gate on real reports end to end."""
+
+import copy
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from evals.adapters import ModuleScorer
+from evals.errors import ComparisonError
+from evals.fidelity import EvalSettings, evaluate, make_baseline
+from evals.gate import Policy, judge, load_policy
+from evals.target import describe
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def gate_power():
+    spec = importlib.util.spec_from_file_location("gate_power", ROOT / "benchmarks" / "gate_power.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_power_table_holds(gate_power):
+    cells = {cell.name: cell for cell in gate_power.cells(20_000, 5.0, 2.0, seed=1)}
+    none = cells["paired: no loss, looks=200/400/800/1600, flips=5%, margin=2"]
+    loss = cells["paired: margin+2, looks=200/400/800/1600, flips=5%, margin=2"]
+    assert none.value <= none.floor == 0.01
+    assert loss.value >= loss.floor == 0.95
+    assert cells["vLLM Wilson: no loss, n=200, flips=5%"].value == pytest.approx(0.49, abs=0.02)
+    assert cells["MLPerf 99%: no loss, n=200, flips=5%"].value == pytest.approx(0.32, abs=0.02)
+    assert cells["TensorRT-LLM: margin+2, n=200, flips=5%"].value < 0.02
+
+
+def test_simulated_counts_have_the_asked_loss_and_flips(gate_power):
+    lost, gained, right = gate_power.simulate(4000, 0.05, 0.02, np.array([200, 1600]), np.random.default_rng(0))
+    assert ((lost - gained)[:, 1] / 1600).mean() == pytest.approx(0.02, abs=5e-4)
+    assert ((lost + gained)[:, 1] / 1600).mean() == pytest.approx(0.05, abs=5e-4)
+    assert (right[:, 0] / 200).mean() == pytest.approx(0.70, abs=2e-3)
+    assert (lost[:, 0] <= lost[:, 1]).all()
+
+
+def test_example_policy_is_the_demos():
+    policy = load_policy(ROOT / "examples" / "policy.yaml")
+    assert (policy.name, policy.delta_nll.margin, policy.accuracy) == ("demo", 0.05, None)
+
+
+@pytest.fixture(scope="module")
+def trained(model, tokenizer, data):
+    """The tiny model after a few seconds of training on the texts: only a model that knows something can lose it."""
+    learner = copy.deepcopy(model).train()
+    ids = [tokenizer.encode(text.text)[:64] for text in data.texts]
+    width = min(map(len, ids))
+    batch = torch.tensor([row[:width] for row in ids])
+    optimizer = torch.optim.AdamW(learner.parameters(), lr=5e-3)
+    for _ in range(60):
+        loss = learner(input_ids=batch, labels=batch).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return learner.eval()
+
+
+def test_real_reports_are_judged(trained, tokenizer, data, tmp_path):
+    """The same model twice passes; one damaged layer fails; another template is refused."""
+    scorer = ModuleScorer(trained, tokenizer)
+    settings = EvalSettings(tasks=(), window=64, top_k=16)
+    policy = Policy(name="p", delta_nll={"margin": 0.05, "min_documents": 10})
+    target = describe("tiny", "a" * 64, "fp32", tokenizer)
+    base = make_baseline(scorer, tokenizer, target, data, tmp_path / "base", settings=settings)
+    again = evaluate(scorer, tokenizer, target, data, base, tmp_path / "again", settings=settings)
+    assert judge(again, base.report, policy).word == "PASS"
+    damaged = copy.deepcopy(trained)
+    with torch.no_grad():
+        damaged.model.layers[0].mlp.down_proj.weight.zero_()
+    report = evaluate(ModuleScorer(damaged, tokenizer), tokenizer, describe("damaged", "d" * 64, "fp32", tokenizer),
+                      data, base, tmp_path / "damaged", settings=settings)
+    verdict = judge(report, base.report, policy)
+    assert report.delta_nll.ci_low > 0.05
+    assert verdict.word == "FAIL"
+    assert verdict.reason.startswith("delta NLL: +")
+    other = again.model_copy(update={"target": target.model_copy(update={"template_sha256": "x" * 64})})
+    with pytest.raises(ComparisonError, match="chat template"):
+        judge(other, base.report, policy)
