@@ -9,13 +9,19 @@ from __future__ import annotations
 import fcntl
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.initialization import no_init_weights
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
+from calib.checkpoint import QuantizedCheckpoint
 from calib.errors import ENVIRONMENT, CalibError
 from calib.formats import gguf
 from calib.formats.hf import Shards, read_json
+from calib.grids import dequantize_weight, fake_quantize
 from calib.layers import family_of
 
 
@@ -103,3 +109,64 @@ def check_finite(shards: Shards) -> None:
         if shards[name].dtype in ("F32", "F16", "BF16") and not torch.isfinite(shards.load(name)).all():
             raise CalibError(f"{shards.folder}: tensor {name} holds NaN or infinity",
                              "Copy or download the weights again; if they are the original's, the model is broken.")
+
+
+def load_model(checkpoint: QuantizedCheckpoint) -> PreTrainedModel:
+    """The checkpoint as a plain Hugging Face module in float32: weights dequantized, activations and KV fake-quantized.
+
+    It shares no code with modelopt and none with the engines, and so can judge both.
+    """
+    config = AutoConfig.for_model(**checkpoint.config)
+    config._attn_implementation = _FAKE_KV if checkpoint.kv.quantized else "sdpa"
+    with no_init_weights():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    held: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in checkpoint.tensors():
+        module, _, leaf = name.rpartition(".")
+        held.setdefault(module, {})[leaf] = tensor
+    unset = set(dict(model.named_parameters()))
+    with torch.no_grad():
+        for module, tensors in held.items():
+            unset -= _place(model, module, tensors, checkpoint)
+    if unset:
+        raise CalibError(f"{checkpoint.path} has no tensor {min(unset)}", "The checkpoint is incomplete.")
+    return model.eval()
+
+
+def _place(model: PreTrainedModel, module: str, tensors: dict[str, torch.Tensor], checkpoint: QuantizedCheckpoint
+           ) -> set[str]:
+    """Put one module's tensors in place; the names of the parameters that were set."""
+    target: Any = model.get_submodule(module)
+    if "k_scale" in tensors:
+        target.kv_grid, target.k_scale, target.v_scale = checkpoint.kv, tensors["k_scale"], tensors["v_scale"]
+        return set()
+    scheme = checkpoint.schemes.get(module)
+    values = dict(tensors)
+    if scheme is not None:
+        values = {leaf: tensor for leaf, tensor in tensors.items() if leaf == "bias"}
+        values["weight"] = dequantize_weight(scheme.weight, tensors["weight"], tensors["weight_scale"],
+                                             tensors.get("weight_zero"), tensors.get("g_idx"))
+        pre, scale, grid = tensors.get("pre_quant_scale"), tensors.get("input_scale"), scheme.activation
+
+        def prepare(_: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+            x = args[0] if pre is None else args[0] * pre
+            return (x if grid is None else fake_quantize(grid, x, scale), *args[1:])
+
+        target.register_forward_pre_hook(prepare)
+    for leaf, value in values.items():
+        getattr(target, leaf).copy_(value)
+    return {f"{module}.{leaf}" for leaf in values}
+
+
+_FAKE_KV = "toolkit_fake_kv"
+
+
+def _fake_kv_attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any,
+                       **kwargs: Any) -> Any:
+    """Scaled-dot-product attention over keys (after RoPE) and values that were rounded to the KV grid."""
+    return sdpa_attention_forward(module, query, fake_quantize(module.kv_grid, key, module.k_scale),
+                                  fake_quantize(module.kv_grid, value, module.v_scale), *args, **kwargs)
+
+
+AttentionInterface.register(_FAKE_KV, _fake_kv_attention)
+AttentionMaskInterface.register(_FAKE_KV, sdpa_mask)

@@ -1,0 +1,248 @@
+"""The one door to modelopt: fake quantization in memory, and its unified export.
+
+modelopt puts a ``TensorQuantizer`` before every linear's weight and input (and around attention's keys and values). A
+calibration pass collects amax = the largest magnitude seen; afterwards each quantizer rounds to its grid and back in
+full precision (*fake quantization*), which gives the numbers that a real engine computes with codes.
+
+What differs between memory and the exported file is removed here, before anybody looks at the model: the export rounds
+weights, norms and pre_quant_scales to bf16 and lets readers of one input share a pre_quant_scale; ``settle`` does the
+same in memory, so that the file is the model that was inspected.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import modelopt.torch.quantization as mtq
+import torch
+from modelopt.torch.export import export_hf_checkpoint
+from modelopt.torch.export.unified_export_hf import requantize_resmooth_fused_llm_layers
+from modelopt.torch.quantization.config import QuantizerAttributeConfig
+from modelopt.torch.quantization.nn import TensorQuantizer
+from torch import nn
+
+from calib.errors import CalibError
+from calib.progress import Progress, Report
+from calib.scheme import CODE_MAX, Grid, Scheme
+
+_BITS: dict[str, Any] = {"fp8_e4m3": (4, 3), "int8": 8, "int4": 4}
+
+
+class CalibrationDataError(CalibError):
+    """A quantizer saw no data, or its scale is not a positive finite number."""
+
+    code = "calibration_data"
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """modelopt narrates on stdout and through warnings; our stdout belongs to results."""
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _weight_attributes(grid: Grid) -> dict[str, Any]:
+    """A weight grid in modelopt's words (axis 0 is the output channel; block_sizes -1 is along the input)."""
+    kind = grid.granularity
+    if kind.kind == "group":
+        return {"num_bits": _BITS[grid.dtype], "block_sizes": {-1: kind.size, "type": "static"}}
+    return {"num_bits": _BITS[grid.dtype], "axis": 0 if kind.kind == "channel" else None}
+
+
+def _activation_attributes(grid: Grid) -> dict[str, Any]:
+    if not grid.dynamic:
+        return {"num_bits": _BITS[grid.dtype], "axis": None}
+    size = grid.granularity.size if grid.granularity.kind == "group" else None  # None: the whole token
+    return {"num_bits": _BITS[grid.dtype], "type": "dynamic", "block_sizes": {-1: size}}
+
+
+#: Statistics per input channel, for smoothing: amax [in] of every linear's input.
+CHANNEL_STATISTICS: dict[str, Any] = {"num_bits": 8, "axis": -1}
+
+
+def attach(model: nn.Module, schemes: Mapping[str, Scheme], attentions: Sequence[str], kv: Grid,
+           batches: Sequence[torch.Tensor], report: Report, *, alpha_step: float | None = None,
+           channel_statistics: bool = False) -> None:
+    """Attach quantizers for ``schemes`` (module -> Scheme), and for keys and values; calibrate them. In place.
+
+    ``batches`` are token ids [b, s]. ``alpha_step`` runs awq_lite. With ``channel_statistics`` the inputs' amax is
+    collected per channel and the inputs are not quantized as planned until ``set_activations`` is called.
+    """
+    config: list[dict[str, Any]] = [{"quantizer_name": "*", "enable": False}]
+    for module, scheme in schemes.items():
+        config.append({"quantizer_name": f"{module}.weight_quantizer", "cfg": _weight_attributes(scheme.weight)})
+        if channel_statistics:
+            config.append({"quantizer_name": f"{module}.input_quantizer", "cfg": CHANNEL_STATISTICS})
+        elif scheme.activation is not None:
+            config.append({"quantizer_name": f"{module}.input_quantizer",
+                           "cfg": _activation_attributes(scheme.activation)})
+    if kv.quantized:
+        for attention in attentions:
+            config += [{"quantizer_name": f"{attention}.{side}_bmm_quantizer", "cfg": _activation_attributes(kv)}
+                       for side in "kv"]
+    algorithm: Any = "max" if alpha_step is None else {"method": "awq_lite", "alpha_step": alpha_step}
+    passes = 1 if alpha_step is None else 2
+    with quiet(), torch.inference_mode():
+        mtq.quantize(model, {"quant_cfg": config, "algorithm": algorithm},
+                     forward_loop=_Loop(batches, report, passes, search=alpha_step is not None))
+
+
+class _Loop:
+    """modelopt calls this once per pass over the calibration data. The head is left out: its output is not needed."""
+
+    def __init__(self, batches: Sequence[torch.Tensor], report: Report, passes: int, *, search: bool) -> None:
+        self._batches, self._report, self._search = batches, report, search
+        self._done, self._total, self._pass = 0.0, 0.0, 0
+        self._passes = passes
+
+    def __call__(self, model: nn.Module) -> None:
+        body: Any = getattr(model, "model")  # noqa: B009 (nn.Module types attributes as Tensor | Module)
+        self._pass += 1
+        stage = "search scales" if self._search and self._pass == self._passes else "calibrate"
+        layers = list(body.layers)
+        total, done = len(self._batches) * len(layers), 0
+
+        def step(*_: Any) -> None:
+            nonlocal done
+            done += 1
+            self._report(Progress(stage, done, total, "layer"))
+
+        handles = [layer.register_forward_hook(step) for layer in layers]
+        try:
+            for batch in self._batches:
+                body(batch, use_cache=False)
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _quantizer(model: nn.Module, name: str) -> TensorQuantizer:
+    found = model.get_submodule(name)
+    if not isinstance(found, TensorQuantizer):
+        raise CalibError(f"{name} is no quantizer", "This version of modelopt arranges its quantizers differently.")
+    return found
+
+
+def input_amax(model: nn.Module, module: str) -> torch.Tensor:
+    """amax of a module's input, [in] or []."""
+    amax = _quantizer(model, f"{module}.input_quantizer").amax
+    if amax is None:
+        raise CalibrationDataError(f"{module} saw no calibration data", "Give longer or more calibration texts.")
+    return amax.detach().flatten() if amax.numel() > 1 else amax.detach().reshape(())
+
+
+def set_activations(model: nn.Module, schemes: Mapping[str, Scheme]) -> None:
+    """Replace channel statistics by the planned (dynamic) activation grids."""
+    for module, scheme in schemes.items():
+        quantizer = _quantizer(model, f"{module}.input_quantizer")
+        quantizer.reset_amax()
+        if scheme.activation is None:
+            quantizer.disable()
+            continue
+        quantizer.set_from_attribute_config(QuantizerAttributeConfig(**_activation_attributes(scheme.activation)))
+
+
+def recalibrate_weights(model: nn.Module, schemes: Mapping[str, Scheme]) -> None:
+    """Collect weight amax again after the weights were changed."""
+    with quiet(), torch.inference_mode():
+        for module in schemes:
+            quantizer = _quantizer(model, f"{module}.weight_quantizer")
+            quantizer.reset_amax()
+            quantizer.disable_quant()
+            quantizer.enable_calib()
+            quantizer(model.get_submodule(module).weight)
+            quantizer.load_calib_amax()
+            quantizer.disable_calib()
+            quantizer.enable_quant()
+
+
+@contextlib.contextmanager
+def without_weights_of(model: nn.Module, modules: Sequence[str]) -> Iterator[None]:
+    """The named modules unquantized inside this block."""
+    quantizers = [_quantizer(model, f"{module}.weight_quantizer") for module in modules]
+    for quantizer in quantizers:
+        quantizer.disable()
+    try:
+        yield
+    finally:
+        for quantizer in quantizers:
+            quantizer.enable()
+
+
+def calibrate_kv(model: nn.Module, attentions: Sequence[str], batches: Sequence[torch.Tensor], report: Report) -> None:
+    """Collect key and value amax again (after smoothing has changed the values)."""
+    quantizers = [_quantizer(model, f"{attention}.{side}_bmm_quantizer") for attention in attentions for side in "kv"]
+    for quantizer in quantizers:
+        quantizer.reset_amax()
+        quantizer.disable_quant()
+        quantizer.enable_calib()
+    with quiet(), torch.inference_mode():
+        _Loop(batches, report, 1, search=False)(model)
+    for quantizer in quantizers:
+        quantizer.load_calib_amax()
+        quantizer.disable_calib()
+        quantizer.enable_quant()
+
+
+def settle(model: nn.Module, schemes: Mapping[str, Scheme]) -> None:
+    """Make the model in memory the one that the export writes: shared pre_quant_scales, bf16 weights and norms."""
+    with quiet(), torch.inference_mode():
+        requantize_resmooth_fused_llm_layers(model)
+        for parameter in model.parameters():
+            parameter.copy_(parameter.to(torch.bfloat16))
+        for module in schemes:
+            quantizer = _quantizer(model, f"{module}.input_quantizer")
+            if getattr(quantizer, "_pre_quant_scale", None) is not None:
+                quantizer.pre_quant_scale = quantizer.pre_quant_scale.to(torch.bfloat16).float()
+    recalibrate_weights(model, schemes)
+
+
+def check_scales(model: nn.Module, schemes: Mapping[str, Scheme], attentions: Sequence[str], kv: Grid) -> None:
+    """Every quantizer of the plan saw data: amax finite and > 0. CalibrationDataError names the module."""
+    names = [f"{module}.weight_quantizer" for module in schemes]
+    names += [f"{module}.input_quantizer" for module, scheme in schemes.items()
+              if scheme.activation is not None and not scheme.activation.dynamic]
+    if kv.quantized:
+        names += [f"{attention}.{side}_bmm_quantizer" for attention in attentions for side in "kv"]
+    for name in names:
+        amax = _quantizer(model, name).amax
+        if amax is None:
+            raise CalibrationDataError(f"{name} saw no calibration data", "Give longer or more calibration texts.")
+        if not torch.isfinite(amax).all() or not (amax > 0).any() or ((amax == 0).any() and amax.numel() == 1):
+            raise CalibrationDataError(f"{name} has the scale {float(amax.max()):g}",
+                                       "A zero or non-finite tensor cannot be quantized; keep this module in bf16.")
+
+
+def enabled_modules(model: nn.Module) -> set[str]:
+    """Modules whose weights are quantized now."""
+    return {name.removesuffix(".weight_quantizer") for name, module in model.named_modules()
+            if name.endswith(".weight_quantizer") and isinstance(module, TensorQuantizer) and module.is_enabled}
+
+
+def kv_scales(model: nn.Module, attentions: Sequence[str], kv: Grid) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, scale []) of keys and values: amax / largest code."""
+    for attention in attentions:
+        for side in "kv":
+            amax = _quantizer(model, f"{attention}.{side}_bmm_quantizer").amax
+            yield f"{attention}.{side}_scale", (amax / CODE_MAX[kv.dtype]).detach().float().reshape(())
+
+
+def weight_scale(model: nn.Module, module: str, grid: Grid) -> torch.Tensor:
+    """f32 scale [] or [out] of a module's weight."""
+    amax = _quantizer(model, f"{module}.weight_quantizer").amax
+    scale = (amax / CODE_MAX[grid.dtype]).detach().float()
+    return scale.reshape(()) if scale.numel() == 1 and grid.granularity.kind == "tensor" else scale.flatten()
+
+
+def export_unified(model: nn.Module, folder: Path) -> None:
+    """modelopt's unified Hugging Face export. The model is used up: its weights become codes."""
+    with quiet(), torch.inference_mode():
+        export_hf_checkpoint(model, dtype=torch.bfloat16, export_dir=folder)
+    for path in folder.glob("*.safetensors"):
+        path.chmod(0o644)

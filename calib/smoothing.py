@@ -1,0 +1,95 @@
+"""SmoothQuant by folding: an activation's outlier channels are scaled down where they are made, up where they are read.
+
+For a pair (source -> readers) and any positive s [in], ``(x / s) @ (W * s)^T == x @ W^T``: dividing the source's output
+channel j by s_j and multiplying column j of every reader by s_j changes nothing in exact arithmetic, but moves range
+from the activation, which is quantized per token over all channels, into the weights. Xiao et al. 2022 take
+``s_j = amax(x_j)^alpha / amax(W_:j)^(1 - alpha)``; alpha = 0 here means no smoothing at all.
+
+A norm's weight is stored in bf16, so its division is rounded; the readers get the *effective* factor old/new, which
+keeps the pair exact. Under grouped-query attention a value channel feeds several query heads and needs one s for all of
+them: the largest activation and weight over the heads that share it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import cast
+
+import torch
+from torch import nn
+
+from calib.formats.hf import Shards
+from calib.layers import Family, Smoothing
+
+_TINY, _LIMIT = 1e-5, 1e4
+
+
+def smoothing_factors(activation: torch.Tensor, weight: torch.Tensor, alpha: float) -> torch.Tensor:
+    """s [in] from amax of the activation and of the readers' columns, centred so that its extremes are reciprocal."""
+    factors = activation.clamp(min=_TINY) ** alpha / weight.clamp(min=_TINY) ** (1 - alpha)
+    return (factors / (factors.max() * factors.min()).sqrt()).clamp(1 / _LIMIT, _LIMIT)
+
+
+def fold(model: nn.Module, family: Family, amax: Mapping[str, torch.Tensor], alpha: float) -> None:
+    """Fold strength ``alpha``, in place, into every pair whose readers are all in ``amax`` (module -> amax [in])."""
+    if alpha == 0.0:
+        return
+    layers = cast(nn.ModuleList, model.get_submodule(family.layers))
+    with torch.inference_mode():
+        for index, layer in enumerate(layers):
+            for pair in family.smoothings:
+                names = [f"{family.layers}.{index}.{reader}" for reader in pair.readers]
+                if all(name in amax for name in names):
+                    seen = torch.stack([amax[name] for name in names]).amax(0)
+                    _fold_pair(layer, pair, seen, alpha)
+
+
+def _weight(layer: nn.Module, name: str) -> torch.Tensor:
+    return cast(torch.Tensor, layer.get_submodule(name).weight)
+
+
+def _fold_pair(layer: nn.Module, pair: Smoothing, seen: torch.Tensor, alpha: float) -> None:
+    readers = [_weight(layer, reader) for reader in pair.readers]
+    columns = torch.stack([reader.abs().amax(0) for reader in readers]).amax(0)
+    source = _weight(layer, pair.source)
+    if pair.kind == "norm":
+        factors = smoothing_factors(seen, columns, alpha)
+        scaled = (source / factors).to(torch.bfloat16).to(source.dtype)
+        factors = torch.where(scaled != 0, source / scaled, torch.ones_like(scaled))
+        source.copy_(torch.where(scaled != 0, scaled, source))
+    else:
+        seen, columns, spread = _shared(layer, pair, seen, columns)
+        factors = smoothing_factors(seen, columns, alpha)
+        source.div_(factors[:, None])
+        bias = getattr(layer.get_submodule(pair.source), "bias", None)
+        if bias is not None:
+            bias.div_(factors)
+        factors = factors[spread]
+    for reader in readers:
+        reader.mul_(factors)
+
+
+def _shared(layer: nn.Module, pair: Smoothing, seen: torch.Tensor, columns: torch.Tensor
+            ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Statistics per source row, and for each reader column the source row that feeds it."""
+    rows = _weight(layer, pair.source).shape[0]
+    if pair.kind == "rows" or seen.numel() == rows:
+        return seen, columns, torch.arange(rows)
+    head_dim = int(layer.get_submodule(pair.source.rpartition(".")[0]).head_dim)  # type: ignore[arg-type]
+    kv_heads, repeats = rows // head_dim, seen.numel() // rows
+    spread = torch.arange(rows).view(kv_heads, 1, head_dim).expand(-1, repeats, -1).flatten()
+
+    def over_heads(values: torch.Tensor) -> torch.Tensor:
+        return values.view(kv_heads, repeats, head_dim).amax(1).flatten()
+
+    return over_heads(seen), over_heads(columns), spread
+
+
+def restore(model: nn.Module, family: Family, shards: Shards) -> None:
+    """Put back every weight that ``fold`` may have changed, from the model's own files."""
+    touched = {name for pair in family.smoothings for name in (pair.source, *pair.readers)}
+    with torch.inference_mode():
+        for name, parameter in model.named_parameters():
+            module, _, _ = name.rpartition(".")
+            if name.startswith(f"{family.layers}.") and module.split(".", family.layers.count(".") + 2)[-1] in touched:
+                parameter.copy_(shards.load(name))
