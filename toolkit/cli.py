@@ -41,7 +41,7 @@ from toolkit.home import find_home
 
 INTERRUPTED = 130
 
-app = typer.Typer(name="toolkit", no_args_is_help=True, add_completion=False, rich_markup_mode="rich",
+app = typer.Typer(name="toolkit", no_args_is_help=True, add_completion=False, rich_markup_mode=None,
                   pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
                   help="Calibrate, build, judge, compare and release quantized LLM engines.")
 for module in (doctor, data, plan, quantize, build, inspect, verify, generate, evaluate, sweep, gate, run, runs,
@@ -108,7 +108,7 @@ def _write_log(arguments: Sequence[str]) -> str:
     chosen = Path(listed[listed.index("--home") + 1]) if "--home" in listed[:-1] else None
     text = f"toolkit {' '.join(listed)}\n\n{traceback.format_exc()}"
     try:
-        folder = find_home(chosen).logs
+        folder = find_home(chosen, os.environ.get("TOOLKIT_HOME")).logs
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{os.getpid()}.log"
         path.write_text(text, encoding="utf-8")

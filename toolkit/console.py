@@ -12,6 +12,7 @@ import time
 from types import TracebackType
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 from rich.text import Text
@@ -54,6 +55,7 @@ class Watcher:
         self._quiet = quiet
         self._bars = self._make_bars() if self._console.is_terminal and not quiet else None
         self._task: TaskID | None = None
+        self._last: Progress | None = None
         self._stage = ""
         self._began = self._spoke = 0.0
 
@@ -71,6 +73,7 @@ class Watcher:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
         if self._bars:
+            self._close_stage()
             self._bars.stop()
 
     def note(self, message: str) -> None:
@@ -82,21 +85,29 @@ class Watcher:
         if self._quiet:
             return
         if event.stage != self._stage:
+            self._close_stage()
             self._stage, self._began, self._spoke = event.stage, event.at, 0.0
-            self._task = None
         if self._bars:
-            self._draw(event)
+            self._draw(self._bars, event)
         elif not self._spoke or time.monotonic() - self._spoke >= EVERY_S:
             self._spoke = time.monotonic()
             self._console.print(self._line(event))
 
-    def _draw(self, event: Progress) -> None:
-        assert self._bars is not None
-        fields = {"count": _count(event), "message": event.message}
+    def _draw(self, bars: Bars, event: Progress) -> None:
         if self._task is None:
-            self._task = self._bars.add_task(event.stage, total=event.total, completed=event.done, **fields)
-        else:
-            self._bars.update(self._task, total=event.total, completed=event.done, **fields)
+            self._task = bars.add_task(event.stage, total=event.total, count="", message="")
+        bars.update(self._task, total=event.total, completed=event.done, count=_count(event), message=event.message)
+        self._last = event
+
+    def _close_stage(self) -> None:
+        """A finished stage becomes a line above the bar, so that a long job stays one bar high."""
+        if self._bars and self._task is not None and self._last is not None:
+            whole = self._last.total is None or self._last.done >= self._last.total
+            mark = "[green]✓[/]" if whole else "[yellow]·[/]"
+            spent = duration(self._last.at - self._began)
+            self._bars.remove_task(self._task)
+            self._bars.console.print(f"{mark} {escape(self._last.stage)}  [dim]{_count(self._last)}, {spent}[/]")
+        self._task = self._last = None
 
     def _line(self, event: Progress) -> str:
         eta = ""

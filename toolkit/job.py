@@ -21,13 +21,17 @@ NAME = r"^[a-z0-9][a-z0-9._-]{0,63}$"
 
 
 class Calibration(Frozen):
-    """What calibration sees: ``samples`` sequences of ``length`` tokens packed from the texts."""
+    """What calibration sees: ``rows`` of ``length`` tokens packed from the texts of ``data``.
+
+    ``choose`` holds the texts that measured choices (strengths, layers) are made on; ``chat`` applies the model's chat
+    template.
+    """
 
     data: str = "calibration"
     choose: str = "choose"
-    samples: int = Field(default=32, ge=1)
-    length: int = Field(default=512, ge=8)
-    choose_texts: int = Field(default=16, ge=1)
+    rows: int = Field(default=16, ge=1)
+    length: int = Field(default=256, ge=8)
+    chat: bool = False
 
 
 class EngineJob(Frozen):
@@ -35,6 +39,9 @@ class EngineJob(Frozen):
 
     recipe: str
     kv_cache: Literal["bf16", "fp8"] = "bf16"
+
+
+REFERENCE = EngineJob(recipe="bf16")
 
 
 class Limits(Frozen):
@@ -45,7 +52,7 @@ class Limits(Frozen):
     max_batch_size: int = Field(default=8, ge=1)
     max_num_tokens: int = Field(default=2048, ge=16)
     deterministic: bool = False
-    tune: Literal["none", "quick", "full"] = "none"
+    tune: Literal["none", "quick", "full"] = "quick"
 
 
 class Evaluation(Frozen):
@@ -93,7 +100,7 @@ class Job(Frozen):
     def _consistent(self) -> Job:
         if len(set(self.engines)) < len(self.engines):
             raise ValueError("an engine is listed twice")
-        if EngineJob(recipe="bf16") not in self.engines:
+        if REFERENCE not in self.engines:
             raise ValueError("engines need {recipe: bf16}: it is the baseline that the others are compared with")
         longest = max(isl + osl for _, isl, osl in self.sweep.cells)
         if longest > self.limits.max_seq_len:

@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from calib.scheme import Grid
 from evals.report import Cell, EvalReport, LatencySweep, Row, Verdict
+
+_KV = {"bf16": "bf16", "fp8_e4m3": "fp8"}
 
 
 class EngineFacts(Protocol):
@@ -20,7 +23,7 @@ class EngineFacts(Protocol):
     @property
     def recipe(self) -> str: ...
     @property
-    def kv(self) -> str: ...
+    def kv(self) -> Grid: ...
     @property
     def device(self) -> str: ...
     @property
@@ -45,7 +48,7 @@ def make_row(engine: EngineFacts, report: EvalReport | None, sweep: LatencySweep
     """The row of one engine."""
     cell = headline_cell(sweep, headline)
     return Row(
-        recipe=engine.recipe, kv_cache=engine.kv, device=engine.device, emulated=engine.emulated,
+        recipe=engine.recipe, kv_cache=_KV[engine.kv.dtype], device=engine.device, emulated=engine.emulated,
         engine_digest=engine.digest, checkpoint_digest=engine.checkpoint_digest, source_grid=engine.source_grid,
         size_bytes=engine.size_bytes,
         accuracy=report.accuracy if report else None, delta_nll=report.delta_nll if report else None,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -79,8 +80,8 @@ def verb(app: typer.Typer, name: str, **settings: Any) -> Callable[[Callable[...
         def command(**values: Any) -> None:
             if values["as_json"] and values["quiet"]:
                 raise UsageError("--json and --quiet exclude each other", "Give one of them.")
-            session = Session(find_home(values.pop("home")), values.pop("as_json"), values.pop("quiet"),
-                              values.pop("offline"))
+            session = Session(find_home(values.pop("home"), os.environ.get("TOOLKIT_HOME")), values.pop("as_json"),
+                              values.pop("quiet"), values.pop("offline"))
             function(session, **values)
 
         keyword = [part.replace(kind=inspect.Parameter.KEYWORD_ONLY) for part in own]

@@ -10,8 +10,9 @@ from typing import Any
 
 import streamlit as st
 
+from evals.tradeoff import label
 from toolkit.home import Home
-from toolkit.report import axes, charts, export, tables, words
+from toolkit.report import axes, charts, choice, export, tables, words
 from toolkit.report.html import Page
 from toolkit.report.style import DARK, LIGHT, SIGNS, Palette
 from toolkit.store import Run, RunStore
@@ -105,7 +106,7 @@ def _tradeoff(shown: Page) -> str | None:
         st.info("This run has no engine with both a quality and a cost figure; the table below shows what it has.")
         return None
     x, y = picked
-    figure = charts.tradeoff(tables.frame(shown.rows), x, y, export.frontier_digests(shown.rows, x.key, y.key),
+    figure = charts.tradeoff(tables.frame(shown.rows), x, y, choice.standings(shown.rows, x, y),
                              _palette(), shown.margin)
     event: Any = st.plotly_chart(figure, theme=None, key="tradeoff", on_select="rerun", selection_mode="points",
                                  config={"displayModeBar": False})
@@ -147,7 +148,7 @@ def _verdicts(shown: Page, selected: str | None) -> None:
     for row in shown.rows:
         if row.verdict is None:
             continue
-        with st.expander(f"{_badge(row.verdict)}  **{_plain(words.label(row))}**  {_plain(row.verdict_reason or '')}",
+        with st.expander(f"{_badge(row.verdict)}  **{_plain(label(row))}**  {_plain(row.verdict_reason or '')}",
                          expanded=row.engine_digest == selected):
             reasons = shown.reasons.get(row.engine_digest, ())
             if reasons:
@@ -182,7 +183,7 @@ def _latency(shown: Page) -> None:
 def _provenance(shown: Page, run: Run) -> None:
     with st.expander("Where this comes from"):
         st.dataframe([{"fact": name, "value": value} for name, value in shown.facts], hide_index=True, width="stretch")
-        st.dataframe([{"engine": words.label(row), "checkpoint": row.checkpoint_digest, "engine digest":
+        st.dataframe([{"engine": label(row), "checkpoint": row.checkpoint_digest, "engine digest":
                        row.engine_digest} for row in shown.rows], hide_index=True, width="stretch")
     st.download_button("Table as CSV", tables.csv(shown.rows), file_name=f"{run.id}.csv", mime="text/csv",
                        icon=":material/download:", key="csv")

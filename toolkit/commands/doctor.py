@@ -10,7 +10,7 @@ from toolkit.session import Session, verb
 def register(app: typer.Typer) -> None:
     @verb(app, "doctor")
     def doctor(session: Session) -> None:
-        """Say what this machine can do, and what is missing for the rest."""
+        """Say what this machine can do, what is missing."""
         from toolkit.health import check
         from toolkit.report.status import health_table
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Annotated
 
 import typer
@@ -14,20 +16,18 @@ def register(app: typer.Typer) -> None:
     def ui(session: Session,
            port: Annotated[int, typer.Option(min=1, max=65535, help="Port on 127.0.0.1.")] = 8501,
            headless: Annotated[bool, typer.Option("--headless", help="Open no browser window.")] = False) -> None:
-        """Open the dashboard on this machine (127.0.0.1 only). Stops with Ctrl-C."""
-        import subprocess
-        import sys
-
+        """Open the dashboard on 127.0.0.1."""
         command = [sys.executable, "-m", "ui", "--home", str(session.home.path), "--port", str(port)]
         if headless:
             command.append("--headless")
         address = f"http://127.0.0.1:{port}"
         session.show({"url": address}, [address], f"Dashboard on {address} (Ctrl-C stops it)")
         sys.stdout.flush()
-        raise typer.Exit(_wait(subprocess.Popen(command, stdout=sys.stderr)))
+        raise typer.Exit(_serve(command))
 
 
-def _wait(process: "subprocess.Popen[bytes]") -> int:  # noqa: F821, UP037
+def _serve(command: list[str]) -> int:
+    process = subprocess.Popen(command, stdout=sys.stderr)
     try:
         return process.wait()
     except KeyboardInterrupt:

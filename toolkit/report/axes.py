@@ -1,4 +1,4 @@
-"""The metrics that can stand on an axis or in a comparison: title, unit, direction, and how they are written."""
+"""The figures that can stand on an axis or in a comparison. Names, titles and directions are ``evals.metric``'s."""
 
 from __future__ import annotations
 
@@ -6,39 +6,50 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from evals.metric import METRICS
+
 if TYPE_CHECKING:
     import pandas
 
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A metric that can stand on an axis. ``scale`` turns the stored unit into the shown one."""
+    """``unit`` and ``digits`` as shown; ``scale`` turns the stored unit into the shown one."""
 
     key: str
-    title: str
     unit: str
-    lower_is_better: bool
     scale: float = 1.0
     digits: int = 1
 
     @property
+    def title(self) -> str:
+        return METRICS[self.key].title
+
+    @property
+    def directed(self) -> bool:
+        """Whether one end is better: figures that only raise alarms have no frontier."""
+        return METRICS[self.key].better != "none"
+
+    @property
+    def lower_is_better(self) -> bool:
+        return METRICS[self.key].better == "lower"
+
+    @property
     def heading(self) -> str:
-        better = "lower is better" if self.lower_is_better else "higher is better"
-        return f"{self.title}{f', {self.unit}' if self.unit else ''}  ·  {better}"
+        better = f"  ·  {METRICS[self.key].better} is better" if self.directed else ""
+        return f"{self.title}, {self.unit}{better}"
+
+    @property
+    def help(self) -> str:
+        return METRICS[self.key].formula
 
 
 QUALITY = {axis.key: axis for axis in (
-    Axis("delta_nll", "ΔNLL", "nats/token", True, digits=4),
-    Axis("accuracy", "Accuracy", "%", False, 100.0),
-    Axis("kl_mean", "KL from unquantized", "nats/token", True, digits=4),
-    Axis("same_top1", "Same most probable token", "%", False, 100.0),
-    Axis("flips", "Answers that changed", "%", True, 100.0))}
+    Axis("delta_nll", "nats/token", digits=4), Axis("accuracy", "%", 100.0), Axis("kl_mean", "nats/token", digits=4),
+    Axis("same_top1", "%", 100.0), Axis("flips", "%", 100.0))}
 COST = {axis.key: axis for axis in (
-    Axis("tpot_ms", "Time per token", "ms", True),
-    Axis("ttft_ms", "Time to first token", "ms", True),
-    Axis("out_tok_s", "Output", "tok/s", False),
-    Axis("size_bytes", "Engine size", "MB", True, 1e-6),
-    Axis("peak_memory_bytes", "Peak memory", "MB", True, 1e-6))}
+    Axis("tpot_ms", "ms", digits=2), Axis("ttft_ms", "ms"), Axis("out_tok_s", "tok/s"),
+    Axis("size_bytes", "MB", 1e-6), Axis("peak_memory_bytes", "MB", 1e-6))}
 
 
 def usable(table: pandas.DataFrame, axes: Mapping[str, Axis]) -> list[Axis]:

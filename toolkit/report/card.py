@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from evals.report import Row, Verdict
-from toolkit.report import tables, words
+from evals.tradeoff import label
+from toolkit.report import tables
 
 
 def render(name: str, row: Row, verdict: Verdict, baseline: Row | None, licences: Mapping[str, str],
@@ -24,7 +25,7 @@ library_name: llm-quant-toolkit
 tags: [quantized, {row.recipe}]
 ---
 
-# {safe(name)}, {safe(words.label(row))}
+# {safe(name)}, {safe(label(row))}
 
 An inference engine for {safe(row.device)}, built from calibrated weights and released with the evidence beside it.
 

@@ -7,14 +7,16 @@ said in words on the axes ("lower is better"), since a reader should not need to
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import plotly.graph_objects as go
 
 from evals.report import Row
+from evals.tradeoff import label
 from toolkit.report import words
 from toolkit.report.axes import COST, QUALITY, Axis
+from toolkit.report.choice import Standing
 from toolkit.report.style import FONT, LIGHT, SIGNS, Palette, marker
 
 if TYPE_CHECKING:
@@ -32,21 +34,22 @@ def layout(palette: Palette, height: int) -> dict[str, Any]:
                            "font": {"family": FONT, "size": 13, "color": palette.text}}}
 
 
-def tradeoff(table: pandas.DataFrame, x: Axis, y: Axis, frontier: Sequence[str], palette: Palette = LIGHT,
+def tradeoff(table: pandas.DataFrame, x: Axis, y: Axis, standings: Mapping[str, Standing], palette: Palette = LIGHT,
              margin: float | None = None, height: int = 440) -> go.Figure:
-    """Scatter of engines. ``frontier``: engine digests in order of x. ``margin``: the policy's bound on ΔNLL, if any.
+    """Scatter of engines. ``standings`` by engine digest; ``margin``: the policy's bound on ΔNLL, if any.
 
     Each point's customdata is its engine digest: a selection is read by it, never by an index.
     """
     figure = go.Figure()
     shown = table[table[x.key].notna() & table[y.key].notna()]
-    if len(frontier) > 1:
-        line = shown.set_index("engine_digest").loc[[digest for digest in frontier if
-                                                     digest in set(shown["engine_digest"])]].sort_values(x.key)
+    best = [digest for digest, standing in standings.items() if standing.state == "frontier"]
+    if len(best) > 1:
+        line = shown[shown["engine_digest"].isin(best)].sort_values(x.key)
         figure.add_scatter(x=line[x.key] * x.scale, y=line[y.key] * y.scale, mode="lines", hoverinfo="skip",
                            line={"color": palette.muted, "width": 1.5, "dash": "dot"}, name="frontier")
     for position, (_, row) in enumerate(shown.iterrows()):
-        figure.add_trace(_point(row, position, x, y, palette, _label_place(shown, row, x, y)))
+        figure.add_trace(_point(row, position, x, y, palette, _label_place(shown, row, x, y),
+                                standings.get(row["engine_digest"])))
     figure.update_layout(**layout(palette, height))
     if margin is not None and y.key == "delta_nll":
         figure.add_hline(y=margin, line={"color": palette.verdict["FAIL"], "width": 1, "dash": "dash"},
@@ -57,7 +60,8 @@ def tradeoff(table: pandas.DataFrame, x: Axis, y: Axis, frontier: Sequence[str],
     return figure
 
 
-def _point(row: Any, position: int, x: Axis, y: Axis, palette: Palette, place: str) -> go.Scatter:
+def _point(row: Any, position: int, x: Axis, y: Axis, palette: Palette, place: str, standing: Standing | None
+           ) -> go.Scatter:
     color = palette.of(row["recipe"], position)
     verdict = row["verdict"] or "not judged"
     return go.Scatter(
@@ -67,7 +71,7 @@ def _point(row: Any, position: int, x: Axis, y: Axis, palette: Palette, place: s
         marker={"color": color, "size": 13, "symbol": marker(row["recipe"], row["kv_cache"], position),
                 "line": {"width": 2, "color": color}},
         hovertemplate=f"<b>{row['engine']}</b>  {SIGNS.get(verdict, '')} {verdict}<br>{_hover(row, y)}<br>"
-                      f"{_hover(row, x)}<extra></extra>")
+                      f"{_hover(row, x)}{f'<br>{standing.words}' if standing else ''}<extra></extra>")
 
 
 def _label_place(shown: pandas.DataFrame, row: Any, x: Axis, y: Axis) -> str:
@@ -135,11 +139,11 @@ def latency(rows: Sequence[Row], key: str, palette: Palette = LIGHT, height: int
             color = palette.of(row.recipe, position)
             figure.add_scatter(
                 x=[str(cell.batch_size) for cell in cells], y=[getattr(cell, key) for cell in cells],
-                mode="lines+markers", name=words.label(row) + (f" · {isl}/{osl}" if len(shapes) > 1 else ""),
+                mode="lines+markers", name=label(row) + (f" · {isl}/{osl}" if len(shapes) > 1 else ""),
                 line={"color": color, "width": 2, "dash": "solid" if row.kv_cache == "bf16" else "dot"},
                 marker={"symbol": marker(row.recipe, row.kv_cache, position), "size": 10, "color": color,
                         "line": {"width": 2, "color": color}},
-                hovertemplate="batch %{x}: %{y:.1f} " + axis.unit + f"<extra>{words.label(row)}</extra>")
+                hovertemplate="batch %{x}: %{y:.1f} " + axis.unit + f"<extra>{label(row)}</extra>")
     figure.update_layout(**{**layout(palette, height), "showlegend": True}, legend={
         "orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "font": {"color": palette.muted}})
     figure.update_xaxes(title_text="Sequences in the batch", type="category")

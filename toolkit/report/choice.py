@@ -3,21 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+from evals.metric import METRICS
 from evals.report import Row
-from evals.tradeoff import frontier, recommend
+from evals.tradeoff import Constraints, State, classify, label, recommend
+from toolkit.report.axes import Axis
+
+#: What a row of the table shows, in the order in which it is explained below a report.
+_SHOWN = ("delta_nll", "kl_mean", "same_top1", "accuracy", "flips", "ttft_ms", "tpot_ms", "out_tok_s", "size_bytes",
+          "peak_memory_bytes")
 
 
-def frontier_digests(rows: Sequence[Row], x: str, y: str) -> list[str]:
-    """Digests of the engines that no other beats on both axes."""
-    return [row.engine_digest for row in frontier(list(rows), x, y)]
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """Where an engine stands between two axes, with the words for it."""
+
+    state: State
+    words: str
 
 
-def recommendation(rows: Sequence[Row]) -> str:
+def standings(rows: Sequence[Row], x: Axis, y: Axis) -> dict[str, Standing]:
+    """By engine digest. Empty where a figure has no direction: then nothing dominates anything."""
+    if not (x.directed and y.directed):
+        return {}
+    found = {}
+    for point in classify(rows, x.key, y.key):
+        by = label(rows[point.by]) if point.by is not None else ""
+        found[rows[point.index].engine_digest] = Standing(point.state, {
+            "frontier": "on the frontier", "tied": f"cannot be told apart from {by}", "dominated": f"beaten by {by}",
+            "unmeasured": "not measured"}[point.state])
+    return found
+
+
+def recommendation(rows: Sequence[Row], constraints: Constraints | None = None) -> str:
     """One sentence: which precision to take, and why."""
-    return recommend(list(rows)).reason
+    return recommend(rows, constraints).reason
 
 
 def definitions() -> list[tuple[str, str, str]]:
-    """(name, unit, formula) of every metric that a row shows."""
-    return [(metric.name, metric.unit, metric.formula) for metric in METRICS.values()]
+    """(title, unit, formula) of every figure of a row."""
+    return [(METRICS[name].title, METRICS[name].unit, METRICS[name].formula) for name in _SHOWN]

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from evals.report import Row
+from evals.tradeoff import label
 from toolkit.errors import UsageError
 from toolkit.report import words
 from toolkit.report.axes import COST, QUALITY, Axis
@@ -71,7 +72,7 @@ def _text(value: Any) -> str:
 
 def _line(old: Row, new: Row) -> Line:
     before, after = record(old), record(new)
-    return Line(words.label(new), old.engine_digest == new.engine_digest,
+    return Line(label(new), old.engine_digest == new.engine_digest,
                 {axis.key: _change(before, after, axis) for axis in (*QUALITY.values(), *COST.values())})
 
 

@@ -6,8 +6,7 @@ import json
 from typing import Any
 
 from toolkit.report import html, tables, words
-from toolkit.report.axes import COST
-from toolkit.report.choice import definitions, frontier_digests, recommendation
+from toolkit.report.choice import definitions, recommendation
 from toolkit.store import Run, RunStore
 
 _FACTS = {"model": "Model", "model_digest": "Model digest", "device": "Device", "evaluation": "Evaluation data",
@@ -24,7 +23,6 @@ def page_of(store: RunStore, run: Run) -> html.Page:
         title=run.job, run=run.id, finished=(run.finished or "").replace("T", " "), rows=rows,
         model_deltas=[one.model_delta for one in stored],
         recommendation=recommendation(rows) if rows else "No engine has been judged yet.",
-        frontiers={key: frontier_digests(rows, key, "delta_nll") for key in COST},
         facts=[(title, _text(run.facts[name])) for name, title in _FACTS.items() if run.facts.get(name) is not None],
         definitions=definitions(), margin=run.facts.get("margin"),
         reasons={digest: found.verdict.reasons for digest, found in verdicts.items() if found})

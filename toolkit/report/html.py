@@ -15,13 +15,15 @@ from typing import Any
 import plotly.graph_objects as go
 
 from evals.report import Estimate, Reason, Row
+from evals.tradeoff import label
 from toolkit.report import axes, charts, tables, words
+from toolkit.report.choice import standings
 from toolkit.report.style import DARK, LIGHT, SIGNS, Palette
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """All that the report says. ``facts`` are (name, value) pairs; ``frontiers`` maps an x axis key to digests."""
+    """All that the report says. ``facts`` are (name, value) pairs."""
 
     title: str
     run: str
@@ -29,7 +31,6 @@ class Page:
     rows: Sequence[Row]
     model_deltas: Sequence[Estimate | None]
     recommendation: str
-    frontiers: dict[str, list[str]]
     facts: Sequence[tuple[str, str]]
     definitions: Sequence[tuple[str, str, str]]
     margin: float | None = None
@@ -74,7 +75,7 @@ def _figures(page: Page) -> dict[str, tuple[go.Figure, go.Figure]]:
     for axis in axes.usable(table, axes.COST):
         if quality and axis.key in ("tpot_ms", "size_bytes"):
             add(f"tradeoff-{axis.key}", lambda palette, axis=axis: charts.tradeoff(
-                table, axis, quality[0], page.frontiers.get(axis.key, []), palette, page.margin))
+                table, axis, quality[0], standings(page.rows, axis, quality[0]), palette, page.margin))
     pairs = _pairs(page)
     if pairs:
         add("agreement", lambda palette: charts.agreement(pairs, palette))
@@ -145,7 +146,7 @@ def _verdicts(page: Page) -> str:
                          for reason in page.reasons.get(row.engine_digest, ()))
         table = ("<div class=scroll><table><thead><tr><th class=left>check<th class=left>verdict<th>found<th>allowed"
                  f"</tr></thead><tbody>{checks}</tbody></table></div>") if checks else ""
-        parts.append(f"<details><summary>{_badge(row.verdict)} <b>{escape(words.label(row))}</b> "
+        parts.append(f"<details><summary>{_badge(row.verdict)} <b>{escape(label(row))}</b> "
                      f"{escape(row.verdict_reason or '')}</summary>{table}</details>")
     return f"<section><h2>Verdicts</h2>{''.join(parts)}</section>" if parts else ""
 
@@ -183,7 +184,7 @@ def _latency(figures: dict[str, tuple[go.Figure, go.Figure]]) -> str:
 def _provenance(page: Page) -> str:
     facts = "".join(f"<tr><th scope=row class=left>{escape(name)}</th><td class=left>{escape(value)}</td></tr>"
                     for name, value in page.facts)
-    chain = "".join(f"<tr><th scope=row class=left>{escape(words.label(row))}</th><td class=left><code>"
+    chain = "".join(f"<tr><th scope=row class=left>{escape(label(row))}</th><td class=left><code>"
                     f"{escape(row.checkpoint_digest)}</code></td><td class=left><code>{escape(row.engine_digest)}"
                     "</code></td></tr>" for row in page.rows)
     return ("<section><h2>Provenance</h2><div class=scroll><table><tbody>" + facts + "</tbody></table></div>"

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from evals.report import Row
+from evals.tradeoff import label
 from toolkit.console import stdout, verdict_text
 from toolkit.report import tables, words
 from toolkit.store import Run, StoredRow
@@ -76,8 +77,8 @@ def run_parts(run: Run, rows: Sequence[StoredRow]) -> list[RenderableType]:
 
 
 def _verdict_lines(rows: Sequence[Row]) -> list[RenderableType]:
-    width = max(len(words.label(row)) for row in rows)
-    return [Text.assemble(words.label(row).ljust(width + 2), verdict_text(row.verdict), " " * (14 - len(row.verdict or "")),
+    width = max(len(label(row)) for row in rows)
+    return [Text.assemble(label(row).ljust(width + 2), verdict_text(row.verdict), " " * (14 - len(row.verdict)),
                           (row.verdict_reason or "", "dim")) for row in rows if row.verdict]
 
 

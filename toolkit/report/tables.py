@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from evals.report import Row
+from evals.tradeoff import figure_of, label
 from toolkit.report import words
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ class Column:
 
 
 COLUMNS = (
-    Column("engine", "", words.label, core=True, left=True),
+    Column("engine", "", label, core=True, left=True),
     Column("ΔNLL", "nats/token [95 %]", lambda row: words.nats_interval(row.delta_nll), core=True),
     Column("KL", "nats/token", lambda row: words.number(row.kl_mean, 4)),
     Column("same top-1", "", lambda row: words.percent(row.same_top1)),
@@ -61,7 +62,7 @@ def caption(rows: Sequence[Row]) -> list[str]:
     texts = sorted({row.delta_nll.n for row in rows if row.delta_nll})
     if texts:
         lines.append(f"ΔNLL against the unquantized model on {'/'.join(map(str, texts))} documents; lower is better.")
-    emulated = [words.label(row) for row in rows if row.emulated]
+    emulated = [label(row) for row in rows if row.emulated]
     if emulated:
         lines.append(f"Emulated on this device, so accurate but no faster for its format: {', '.join(emulated)}.")
     grids = sorted({row.source_grid for row in rows if row.source_grid})
@@ -114,28 +115,21 @@ def csv(rows: Sequence[Row]) -> str:
     return str(table.to_csv(index=False))
 
 
-def _estimate(name: str, estimate: Any) -> dict[str, Any]:
-    return {name: estimate.value if estimate else None, f"{name}_low": estimate.ci_low if estimate else None,
-            f"{name}_high": estimate.ci_high if estimate else None, f"{name}_n": estimate.n if estimate else None}
-
-
-def _spread(name: str, value: float | None, spread: float | None) -> dict[str, Any]:
-    """Half of max - min to either side: the range the repeats covered, centred on the middle value."""
-    if value is None:
-        return {name: None, f"{name}_low": None, f"{name}_high": None}
-    half = (spread or 0.0) / 2
-    return {name: value, f"{name}_low": value - half, f"{name}_high": value + half}
+def _interval(row: Row, name: str) -> dict[str, float | None]:
+    """A figure with both ends: its confidence interval, or the range that the repeats covered."""
+    figure = figure_of(row, name)
+    return {name: figure.value if figure else None, f"{name}_low": figure.low if figure else None,
+            f"{name}_high": figure.high if figure else None}
 
 
 def record(row: Row) -> dict[str, Any]:
     """One row as flat numbers. Shares stay shares (0..1), bytes bytes, None where nothing was measured."""
-    cell = words.headline(row)
-    return {"engine": words.label(row), "recipe": row.recipe, "kv_cache": row.kv_cache, "device": row.device,
+    return {"engine": label(row), "recipe": row.recipe, "kv_cache": row.kv_cache, "device": row.device,
             "emulated": row.emulated, "verdict": row.verdict, "verdict_reason": row.verdict_reason,
-            **_estimate("delta_nll", row.delta_nll), **_estimate("accuracy", row.accuracy),
+            **_interval(row, "delta_nll"), "delta_nll_n": row.delta_nll.n if row.delta_nll else None,
+            **_interval(row, "accuracy"), "accuracy_n": row.accuracy.n if row.accuracy else None,
             "kl_mean": row.kl_mean, "same_top1": row.same_top1, "flips": row.flips,
-            **_spread("ttft_ms", row.ttft_ms, cell.ttft_ms_spread if cell else None),
-            **_spread("tpot_ms", row.tpot_ms, cell.tpot_ms_spread if cell else None),
+            **_interval(row, "ttft_ms"), **_interval(row, "tpot_ms"),
             "out_tok_s": row.out_tok_s, "batch_size": row.batch_size, "isl": row.isl, "osl": row.osl,
             "size_bytes": row.size_bytes, "peak_memory_bytes": row.peak_memory_bytes,
             "source_grid": row.source_grid, "engine_digest": row.engine_digest,

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from evals.report import Cell, Estimate, Row
+from evals.report import Estimate, Row
+from evals.tradeoff import label
 
 MISSING = "–"
 
@@ -60,21 +61,8 @@ def percent_interval(estimate: Estimate | None) -> str:
     return f"{percent(estimate.value)} [{number(100 * estimate.ci_low, 1)}, {number(100 * estimate.ci_high, 1)}]"
 
 
-def label(row: Row) -> str:
-    """``int8`` or ``int8 · kv fp8``: how an engine is called beside others of its run."""
-    return row.recipe if row.kv_cache == "bf16" else f"{row.recipe} · kv {row.kv_cache}"
-
-
 def short(digest: str) -> str:
     return digest[:12]
-
-
-def headline(row: Row) -> Cell | None:
-    """The cell whose figures the row carries, with its spreads."""
-    for cell in row.cells:
-        if (cell.batch_size, cell.isl, cell.osl) == (row.batch_size, row.isl, row.osl) and cell.invalid is None:
-            return cell
-    return None
 
 
 @dataclass(frozen=True, slots=True)

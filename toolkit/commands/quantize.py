@@ -1,0 +1,48 @@
+"""``quantize``: a model becomes a validated QuantizedCheckpoint."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from toolkit.options import KvOption, ModelArgument, OutOption, RecipeOption
+from toolkit.session import Session, verb
+
+
+def register(app: typer.Typer) -> None:
+    @verb(app, "quantize")
+    def quantize(session: Session, model: ModelArgument, recipe: RecipeOption, out: OutOption,
+                 kv_cache: KvOption = "bf16",
+                 data: Annotated[str, typer.Option(help="Calibration data: a prepared folder.")] = "calibration",
+                 rows: Annotated[int, typer.Option(min=1, help="Packed rows of calibration text.")] = 16,
+                 length: Annotated[int, typer.Option(min=8, help="Tokens of a row.")] = 256,
+                 chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template.")] = False,
+                 seed: Annotated[int, typer.Option(min=0)] = 0) -> None:
+        """Calibrate a model into a checkpoint.
+
+        The checkpoint is validated, and laid out so that other runtimes can load it.
+        """
+        from calib.calibrate import quantize as calibrate
+
+        from calib.recipe import load_recipe
+        from toolkit import making
+        from toolkit.job import Calibration
+        from toolkit.refs import resolve
+        from toolkit.stages import Workshop
+        from toolkit.store import RunStore
+
+        chosen = load_recipe(recipe)
+        with RunStore(session.home.store) as store, session.watch() as watch:
+            shop = Workshop(session.home, store, watch, session.offline)
+            folder = making.model_folder(shop, resolve(model, session.home, store, offline=session.offline))
+            stuff = making.material(shop, folder, Calibration(data=data, rows=rows, length=length, chat=chat), seed)
+            if chat:
+                watch.note(f"first calibration row as rendered:\n{stuff.calibration.sample}")
+            made = calibrate(folder, chosen, out, kv_cache=kv_cache, calibration=stuff.calibration,
+                             choose_texts=stuff.choose, report=watch, seed=seed)
+            if made.artifact is not None:
+                store.remember(made.artifact)
+        session.show({"digest": made.digest, "path": str(out.absolute()), "recipe": made.recipe,
+                      "kv_cache": kv_cache, "size_bytes": made.size_bytes}, [made.digest],
+                     f"{out}  {made.recipe}, KV cache {kv_cache}, {made.size_bytes / 1e6:,.0f} MB", made.digest)

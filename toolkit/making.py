@@ -1,0 +1,72 @@
+"""From any REF to what a verb needs: an engine, a baseline, a report. What is missing is made once, in home."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from toolkit import stages
+from toolkit.job import Calibration, EngineJob, Limits
+from toolkit.refs import Ref, resolve
+from toolkit.stages import Workshop
+
+if TYPE_CHECKING:
+    from calib.checkpoint import QuantizedCheckpoint
+    from engines.engine import Engine
+    from evals.data import EvalData
+
+
+def data_folder(shop: Workshop, name: str) -> EvalData:
+    """A prepared data folder of home (``calibration``, ``choose``, ``evaluation``) or any path."""
+    from evals.data import EvalData
+
+    path = Path(name)
+    return EvalData.load(path if path.is_dir() else shop.home.data / name)
+
+
+def material(shop: Workshop, model: Path, settings: Calibration, seed: int) -> stages.Material:
+    """The model with home's calibration data, refused where that overlaps home's evaluation data."""
+    judged = data_folder(shop, "evaluation") if (shop.home.data / "evaluation").is_dir() else None
+    return stages.material(shop, model, data_folder(shop, settings.data), data_folder(shop, settings.choose), settings,
+                           seed, judged)
+
+
+def model_folder(shop: Workshop, ref: Ref) -> Path:
+    from calib.model import resolve_model
+
+    return resolve_model(ref.of_kind("model").path, offline=shop.offline)
+
+
+def checkpoint_of(shop: Workshop, ref: Ref, engine: EngineJob, seed: int = 0) -> QuantizedCheckpoint:
+    """The checkpoint a REF is, or the one a model becomes by a recipe."""
+    from calib.checkpoint import QuantizedCheckpoint
+
+    if ref.kind == "quantized-checkpoint":
+        return QuantizedCheckpoint.open(ref.path)
+    model = model_folder(shop, ref)
+    if engine == EngineJob(recipe="bf16"):
+        return QuantizedCheckpoint.open(model)
+    return stages.checkpoint(shop, material(shop, model, Calibration(), seed), engine)
+
+
+def engine_of(shop: Workshop, name: str, engine: EngineJob | None = None, limits: Limits | None = None) -> Engine:
+    """The engine a REF is, or the one built for this device from the checkpoint or model it is.
+
+    ``engine`` and ``limits`` say how what is missing is made; UsageError when they are given for an engine, which is
+    what it is.
+    """
+    from engines.engine import Engine
+    from toolkit.errors import UsageError
+
+    ref = resolve(name, shop.home, shop.store, offline=shop.offline)
+    if ref.kind == "engine":
+        if engine is not None or limits is not None:
+            raise UsageError(f"{name} is an engine: its recipe and limits are fixed", "Leave those options out.")
+        return Engine.open(ref.path)
+    ref.of_kind("model", "quantized-checkpoint")
+    if ref.kind == "quantized-checkpoint" and engine is not None:
+        raise UsageError(f"{name} is a checkpoint: its recipe is fixed", "Leave --recipe and --kv-cache out.")
+    wanted = engine or EngineJob(recipe="bf16")
+    source = checkpoint_of(shop, ref, wanted)
+    label = stages.label_of(wanted) if ref.kind == "model" else "engine"
+    return stages.engine(shop, source, limits or Limits(), label)

@@ -1,0 +1,44 @@
+"""Options that several verbs share, and how their values are read."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from toolkit.errors import UsageError
+
+KvCache = Literal["bf16", "fp8"]
+RefArgument = Annotated[str, typer.Argument(metavar="REF", show_default=False, help="Folder, digest prefix, "
+                                            "alias:NAME, or a model (what is missing is made).")]
+ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", show_default=False,
+                                              help="Model folder, .gguf file, name in home, or hub name.")]
+RecipeOption = Annotated[str, typer.Option("--recipe", help="bf16, fp8, int8, int4_awq, or a recipe's YAML file.")]
+KvOption = Annotated[KvCache, typer.Option("--kv-cache", help="Format of the KV cache.")]
+OutOption = Annotated[Path, typer.Option("--out", help="Folder to write; it must not exist.", show_default=False)]
+KeptOption = Annotated[Path | None, typer.Option("--out", help="Folder to write [default: in home].",
+                                                 show_default=False)]
+MemoryOption = Annotated[str | None, typer.Option("--memory", "--gpu-memory", show_default=False,
+                                                  help="Cap on the engine's memory, like 2GB or 1500MiB.")]
+_UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+def parse_bytes(text: str) -> int:
+    """``2GB``, ``1500MiB`` or plain bytes; UsageError otherwise."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
+    if not found or found[2].lower() not in _UNITS:
+        raise UsageError(f"{text!r} is not a size", "Write it like 2GB, 1500MiB, or in bytes.")
+    return int(float(found[1]) * _UNITS[found[2].lower()])
+
+
+def parse_cells(text: str) -> list[tuple[int, int, int]]:
+    """``1x64x32,8x64x32``: batch x input tokens x output tokens."""
+    cells = []
+    for part in text.split(","):
+        numbers = part.strip().lower().split("x")
+        if len(numbers) != 3 or not all(number.isdigit() and int(number) > 0 for number in numbers):
+            raise UsageError(f"{part!r} is not a cell", "Write batch x input x output, like 8x64x32.")
+        cells.append((int(numbers[0]), int(numbers[1]), int(numbers[2])))
+    return cells
