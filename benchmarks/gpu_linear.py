@@ -18,10 +18,10 @@ import multiprocessing
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
@@ -36,6 +36,7 @@ from engines.kernels.linear.fp8 import Fp8Linear
 from engines.kernels.linear.int8 import Int8Linear
 from engines.kernels.linear.int8_weight_only import Int8WeightOnlyLinear
 from engines.kernels.linear.natural import NaturalLinear
+from engines.kernels.offline import compile_only
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336),
           "lm_head": (128256, 4096)}
@@ -134,33 +135,36 @@ def graph_us(step: Callable[[], None], launches: int, replays: int) -> tuple[flo
     return middle, (times[-1] - times[0]) / middle
 
 
-def compile_one(job: tuple[str, int, KernelConfig]) -> str:
-    """Run a configuration once on small random data in this process, which fills Triton's disk cache."""
-    name, m, config = job
+def compile_one(job: tuple[str, int, KernelConfig, int]) -> None:
+    """Compile a configuration into Triton's disk cache; CPU tensors stand for the real ones."""
+    name, m, config, capability = job
     impl = IMPLS[name]
-    try:
-        layers = Layers.make(impl, 1024, 4096, 1)
-        x, x_scale = inputs(impl, m, 4096)
-        out = torch.empty(m, 1024, dtype=torch.bfloat16, device="cuda")
-        needed = impl.workspace_bytes(LinearShape(m, 1024, 4096), config)
-        workspace = torch.zeros(max(needed, 4), dtype=torch.uint8, device="cuda")
-        launch(layers, 0, config, x, x_scale, out, workspace)
-        torch.cuda.synchronize()
-    except Exception as error:  # what fails here is reported and left out
-        return f"{type(error).__name__}: {error}"[:200]
-    return ""
+    n, k = 1024, 4096
+    weight = torch.zeros(n, k, dtype=torch.int8).to(impl.weight_dtypes[0])
+    packed = impl.pack(weight, torch.ones(n) if impl.scaled else None)
+    x = torch.zeros(m, k, dtype=torch.int8).to(impl.x_dtypes[0])
+    workspace = torch.zeros(max(4, impl.workspace_bytes(LinearShape(m, n, k), config)), dtype=torch.uint8)
+    with compile_only(capability, launchers=True):
+        impl.launch(x, packed, config, torch.empty(m, n, dtype=torch.bfloat16),
+                    x_scale=torch.ones(m) if impl.quantized_x else None, workspace=workspace)
 
 
-def compile_all(jobs: list[tuple[str, int, KernelConfig]]) -> set[tuple[str, KernelConfig]]:
-    """Compile in one process a core; returns what failed."""
+def compile_all(jobs: list[tuple[str, int, KernelConfig, int]], seconds: float) -> set[tuple[str, KernelConfig]]:
+    """Compile in one process a core for at most ``seconds``; returns what failed or was not reached."""
     begun = time.time()
-    with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
-        errors = pool.map(compile_one, jobs, chunksize=1)
-    failed = {(job[0], job[2]) for job, error in zip(jobs, errors, strict=True) if error}
-    say(f"compiled {len(jobs)} variants in {time.time() - begun:.1f} s, {len(failed)} failed")
-    for job, error in [(j, e) for j, e in zip(jobs, errors, strict=True) if e][:8]:
-        say("  failed:", job[0], label(job[2]), error)
-    return failed
+    workers = os.cpu_count() or 1
+    pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork"))
+    futures = {pool.submit(compile_one, job): job for job in jobs}
+    done, late = wait(futures, timeout=seconds)
+    errors = {future: future.exception() for future in done if future.exception() is not None}
+    for process in list(pool._processes.values()) if late else []:
+        process.kill()
+    pool.shutdown(wait=not late, cancel_futures=True)
+    say(f"compiled {len(done) - len(errors)} of {len(jobs)} variants in {time.time() - begun:.1f} s,",
+        f"{workers} processes; {len(errors)} failed, {len(late)} not reached")
+    for future, error in list(errors.items())[:8]:
+        say("  failed:", futures[future][0], label(futures[future][2]), repr(error)[:200])
+    return {(futures[future][0], futures[future][2]) for future in [*errors, *late]}
 
 
 def label(config: KernelConfig) -> str:
@@ -227,19 +231,20 @@ def library_us(layers: Layers, m: int) -> tuple[float, str]:
     return graph_us(step, len(calls), 5)[0], name
 
 
-def sweep(impl: NaturalLinear, tokens: list[int], device: DeviceFacts, variants: bool,
-          failed: set[tuple[str, KernelConfig]], deadline: float) -> list[dict[str, Any]]:
+def sweep(impl: NaturalLinear, tokens: list[int], choose: Callable[[NaturalLinear, LinearShape], list[KernelConfig]],
+          skip: Callable[[KernelConfig], bool], deadline: float) -> list[dict[str, Any]]:
     """All shapes of one impl; prints a line a (shape, tokens)."""
     points: list[dict[str, Any]] = []
     for op, (n, k) in SHAPES.items():
         count = max(2, min(24, -(-int(COLD_BYTES) // (n * k * impl.weight_dtypes[0].itemsize))))
-        layers = Layers.make(impl, n, k, count)
+        layers = None
         for m in tokens:
-            if (op == "lm_head" and m > 256) or time.time() > deadline:
+            todo = [config for config in choose(impl, LinearShape(m, n, k)) if not skip(config)]
+            if not todo or (op == "lm_head" and m > 256) or time.time() > deadline:
                 continue
+            layers = layers or Layers.make(impl, n, k, count)
             if m >= 2048:
                 layers.packed = layers.packed[:2]
-            todo = [c for c in configs(impl, LinearShape(m, n, k), device, variants) if (impl.name, c) not in failed]
             found = measure(layers, m, todo, op, deadline)
             bare, name = library_us(layers, m)
             if name:
@@ -277,32 +282,37 @@ def write(path: Path, device: DeviceFacts, points: list[dict[str, Any]]) -> None
                                 "versions": versions, "cells": points}))
 
 
-def _output(command: list[str]) -> str:
-    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--impl", nargs="+", choices=list(IMPLS), default=list(IMPLS))
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
     parser.add_argument("--variants", action="store_true")
+    parser.add_argument("--last", default="", help="time configurations whose label contains this after all others")
+    parser.add_argument("--compile-limit", type=float, default=300, help="seconds for compiling")
     parser.add_argument("--limit", type=float, default=600, help="seconds after which nothing new is timed")
     args = parser.parse_args()
-    device = DeviceFacts(*json.loads(_output([sys.executable, "-c", _FACTS])))
+    fork = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(1, mp_context=fork) as pool:  # this process opens CUDA only after the compilers are forked
+        device = pool.submit(device_facts).result()
+
+    def choose(impl: NaturalLinear, shape: LinearShape) -> list[KernelConfig]:
+        return configs(impl, shape, device, args.variants)
+
     jobs = {(name, config): m for name in args.impl for m in args.tokens for n, k in SHAPES.values()
-            for config in configs(IMPLS[name], LinearShape(m, n, k), device, args.variants) if config.kernel != "torch"}
-    failed = compile_all([(name, min(m, 256), config) for (name, config), m in jobs.items()])
-    deadline = START + args.limit
+            for config in choose(IMPLS[name], LinearShape(m, n, k)) if config.kernel != "torch"}
+    failed = compile_all([(name, min(m, 256), config, device.capability) for (name, config), m in jobs.items()],
+                         args.compile_limit)
     points: list[dict[str, Any]] = []
-    for name in args.impl:
-        points += sweep(IMPLS[name], args.tokens, device, args.variants, failed, deadline)
-        write(args.json, device, points)
+    for last in (False, True) if args.last else (False,):
+        for name in args.impl:
+            def skip(config: KernelConfig, name: str = name, last: bool = last) -> bool:
+                deferred = bool(args.last) and args.last in label(config)
+                return (name, config) in failed or deferred != last
+
+            points += sweep(IMPLS[name], args.tokens, choose, skip, START + args.limit)
+            write(args.json, device, points)
     summary(points, args.tokens)
-
-
-_FACTS = """import json, dataclasses, benchmarks.gpu_linear as b
-print(json.dumps(dataclasses.astuple(b.device_facts())))"""
 
 
 if __name__ == "__main__":

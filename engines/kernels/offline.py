@@ -12,6 +12,9 @@ What to look for on Hopper:
   the older, slower path. ``UTMALDG`` is a bulk tensor copy (TMA), ``LDGSTS`` a cp.async copy.
 * ``STL`` / ``LDL`` are register spills to local memory. ``ACQBULK`` and ``PREEXIT`` are PDL's wait and launch.
 
+``compile_only`` turns launches into compilations: the same launcher code, called with CPU tensors, fills Triton's disk
+cache in as many processes as there are cores, and no GPU is touched until the real launches find everything there.
+
 ``compile_for`` works in this process. Under ``TRITON_INTERPRET=1`` jit functions are interpreted and cannot be
 compiled, so ``compile_jobs`` runs the same in a child process without that variable; tests use it.
 """
@@ -26,8 +29,9 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -122,6 +126,59 @@ def _read_cubin(cubin: bytes) -> tuple[int, int, dict[str, int]]:
     if usage is None:
         raise RuntimeError(f"cuobjdump printed no resource usage: {dump[0][:200]!r}")
     return int(usage[1]), int(usage[2]), dict(Counter(_SASS_LINE.findall(dump[1])))
+
+
+class _AbsentDevice:
+    """What Triton asks its driver while compiling, answered for a device that is not there."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability = capability
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int = 0) -> int:
+        return 0
+
+    def get_device_capability(self, device: int = 0) -> tuple[int, int]:
+        return divmod(self.capability, 10)
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.capability, 32)
+
+
+@contextmanager
+def compile_only(capability: int, *, launchers: bool = False) -> Iterator[list[Any]]:
+    """Inside, ``kernel[grid](...)`` compiles for ``capability`` and launches nothing; yields what was compiled.
+
+    Arguments may be CPU tensors: types, divisibility by 16 and alignment are what counts. ``launchers`` also builds the
+    C stub of each signature, which needs the CUDA driver library (on a machine with a GPU). Not for threads: Triton's
+    driver is exchanged, and jit functions remember the device they compiled for: start one process a core for it.
+    """
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    before, run = driver._active, JITFunction.run  # asking for .active fails without a device
+    compiled: list[Any] = []
+
+    def compile_instead(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        if launchers:
+            from triton.backends.nvidia.driver import CudaLauncher
+
+            CudaLauncher(kernel.src, kernel.metadata)
+        compiled.append(kernel)
+        return kernel
+
+    driver.set_active(_AbsentDevice(capability))
+    JITFunction.run = compile_instead
+    try:
+        yield compiled
+    finally:
+        JITFunction.run = run
+        driver.set_active(before)
 
 
 def compile_job(job: CompileJob) -> KernelFacts:

@@ -70,6 +70,7 @@ def mm_candidates(tiles: Iterable[MmTile], shape: LinearShape, device: DeviceFac
         shared = stages * k_bytes * (block_m + block_n)
         if shared > device.shared_bytes - _SHARED_RESERVE or (specialize and device.capability != HOPPER):
             continue
-        yield KernelConfig.of("mm", num_warps=warps, num_stages=stages, pdl=not specialize, BLOCK_M=block_m, BLOCK_N=block_n,
-                              BLOCK_K=block_k, GROUP_M=8, EPILOGUE=epilogue, TMA_STORE=0 if specialize else 1,
-                              WARP_SPECIALIZE=specialize, FLATTEN=0, PROGRAMS=device.num_sms)
+        yield KernelConfig.of("mm", num_warps=warps, num_stages=stages, pdl=not specialize, BLOCK_M=block_m,
+                              BLOCK_N=block_n, BLOCK_K=block_k, GROUP_M=8, EPILOGUE=epilogue,
+                              TMA_STORE=0 if specialize else 1, WARP_SPECIALIZE=specialize, FLATTEN=0,
+                              PROGRAMS=device.num_sms)
