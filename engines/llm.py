@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -20,9 +21,12 @@ from engines.engine import Engine
 from engines.errors import EngineError
 from engines.request import CompletionOutput, PromptScore, RequestOutput, SamplingParams
 from engines.runtime.cpu import CpuBackend
-from engines.runtime.loop import Loop
+from engines.runtime.loop import Loop, Runner
 from engines.runtime.memory import MemoryWatch
-from engines.runtime.runner import Runner
+from engines.runtime.runner import CpuRunner
+
+if TYPE_CHECKING:
+    from engines.runtime.cuda.open import GpuEngine
 
 Prompts = str | Sequence[str] | Sequence[Sequence[int]]
 
@@ -34,12 +38,19 @@ class LLM:
         """Open (if a path is given) and load. ArtifactError, EngineError or EngineMismatchError in words."""
         self.engine = engine if isinstance(engine, Engine) else Engine.open(engine)
         self._memory = MemoryWatch()
-        plan = self.engine.plan
-        with torch.inference_mode():
-            backend = CpuBackend(plan, self.engine.weights())
+        plan, limits = self.engine.plan, self.engine.plan.limits
         self.tokenizer: Tokenizer = self.engine.tokenizer()
-        self._loop: Loop | None = Loop(Runner(backend, plan.limits.block_size), self.tokenizer, plan.limits,
-                                       plan.model.vocab_size)
+        self._gpu: GpuEngine | None = None
+        runner: Runner
+        if plan.device.runs_triton:
+            from engines.runtime.cuda.open import GpuEngine  # Triton is an optional dependency
+
+            self._gpu = GpuEngine(self.engine)
+            runner, limits = self._gpu.runner, self._gpu.limits
+        else:
+            with torch.inference_mode():
+                runner = CpuRunner(CpuBackend(plan, self.engine.weights()), limits.block_size)
+        self._loop: Loop | None = Loop(runner, self.tokenizer, limits, plan.model.vocab_size)
         self._lock = threading.Lock()
         self._memory.look()
 
@@ -53,6 +64,9 @@ class LLM:
     def close(self) -> None:
         """Free weights and caches. Later calls are errors."""
         self._loop = None
+        if self._gpu is not None:
+            self._gpu.close()
+            self._gpu = None
 
     @property
     def _open(self) -> Loop:
@@ -69,12 +83,15 @@ class LLM:
 
     @property
     def peak_memory_bytes(self) -> int | None:
-        """Highest anonymous memory seen after loading and between steps, above what was there before loading."""
-        return self._memory.peak
+        """Highest anonymous memory seen after loading and between steps, above what was there before loading.
+
+        On a GPU: what the engine takes of the device's memory, which does not change after loading.
+        """
+        return self._memory.peak if self._gpu is None else self._gpu.memory_bytes
 
     def stats(self) -> dict[str, int]:
         """KV blocks (free + used = all), queue lengths, and counts since the engine was opened."""
-        return self._open.stats()
+        return self._open.stats() | ({} if self._gpu is None else self._gpu.stats())
 
     def _ids(self, prompts: Prompts) -> list[list[int]]:
         if isinstance(prompts, str):

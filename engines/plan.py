@@ -58,11 +58,12 @@ class MemoryPlan(Frozen):
     weights: int
     activations: int
     kv_cache: int
+    graphs: int = 0
     cap: int | None
 
     @property
     def total(self) -> int:
-        return self.weights + self.activations + self.kv_cache
+        return self.weights + self.activations + self.kv_cache + self.graphs
 
 
 class KernelChoice(Frozen):

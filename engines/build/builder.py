@@ -10,15 +10,18 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from typing import Any
+
+from pydantic import Field
 
 from calib.artifact import ArtifactWriter
 from calib.checkpoint import QuantizedCheckpoint
 from calib.progress import Progress, Report, silent
 from calib.scheme import Frozen, Grid, Scheme
 from calib.text import check_vocabulary
-from engines.build.tune import Timing, tune
-from engines.build.weights import activation_keys, write_weights
-from engines.device import detect
+from engines.build.tune import tune
+from engines.build.weights import Pack, activation_keys, pack_portable, write_weights
+from engines.device import Device, detect
 from engines.engine import FORMAT, KIND, TIMINGS, TOKENIZER, Engine, EngineRecord
 from engines.parallel.mesh import Mesh
 from engines.plan import EngineSpec, Plan, check_spec, fused_program, make_plan
@@ -28,27 +31,50 @@ class BuildEvidence(Frozen):
     """What was measured while building: kept beside the plan, outside the digest."""
 
     seconds: float
-    tuning: tuple[Timing, ...]
+    tuning: tuple[Frozen, ...] = Field(description="Timing (CPU) or GpuTiming records")
+
+    def to_json(self) -> dict[str, Any]:
+        return {"seconds": self.seconds, "tuning": [timing.model_dump(mode="json") for timing in self.tuning]}
 
 
-def _is_emulated(schemes: dict[str, Scheme], kv: Grid) -> bool:
+def _is_emulated(schemes: dict[str, Scheme], kv: Grid, device: Device) -> bool:
     """fp8 has no arithmetic on a CPU: its codes are widened to float32."""
+    if device.kind == "cuda":
+        return False
     grids = [kv, *(scheme.weight for scheme in schemes.values()),
              *(scheme.activation for scheme in schemes.values() if scheme.activation)]
     return any(grid.dtype == "fp8_e4m3" for grid in grids)
 
 
 def plan_for(checkpoint: QuantizedCheckpoint, spec: EngineSpec, tuning: Path | None = None, report: Report = silent
-             ) -> tuple[Plan, tuple[Timing, ...]]:
+             ) -> tuple[Plan, tuple[Frozen, ...]]:
     """The Plan of a checkpoint for this machine, and the timings behind it. Nothing is written but the tuning cache."""
     device = detect(spec.device)
-    check_spec(spec, checkpoint.schemes, checkpoint.kv)
     keys = activation_keys(checkpoint.tensors(), checkpoint.schemes)
     facts, _, program, _ = fused_program(checkpoint.config, checkpoint.schemes, keys)
     check_vocabulary(checkpoint.tokenizer(), facts.vocab_size)
+    if device.runs_triton:
+        # Here and below: Triton is an optional dependency, so what imports it is imported where a GPU is asked for.
+        from engines.build.plan_gpu import check_gpu, check_linears, make_gpu_plan
+        from engines.build.tune_gpu import tune_gpu
+
+        check_gpu(spec, checkpoint.schemes, checkpoint.kv, device)
+        check_linears(program, device)
+        linears, measured = tune_gpu(program, device, spec.tune, spec.max_num_tokens, spec.deterministic, tuning, report)
+        return make_gpu_plan(checkpoint.config, checkpoint.schemes, checkpoint.kv, spec, device, keys, linears
+                             ), tuple(measured)
+    check_spec(spec, checkpoint.schemes, checkpoint.kv)
     kernels, timings = tune(program, device, spec.tune, spec.max_num_tokens, tuning, report)
     plan = make_plan(checkpoint.config, checkpoint.schemes, checkpoint.kv, spec, device, keys, kernels)
     return plan, tuple(timings)
+
+
+def _packer(device: Device) -> Pack:
+    if not device.runs_triton:
+        return pack_portable
+    from engines.build.pack_gpu import pack_gpu
+
+    return pack_gpu
 
 
 def build(checkpoint: QuantizedCheckpoint, spec: EngineSpec, out: Path | str, report: Report = silent, *,
@@ -60,15 +86,15 @@ def build(checkpoint: QuantizedCheckpoint, spec: EngineSpec, out: Path | str, re
     started = time.monotonic()
     plan, timings = plan_for(checkpoint, spec, tuning, report)
     record = EngineRecord(plan=plan, recipe=checkpoint.recipe, source_grid=checkpoint.source_grid,
-                          emulated=_is_emulated(checkpoint.schemes, checkpoint.kv), spec=spec)
+                          emulated=_is_emulated(checkpoint.schemes, checkpoint.kv, plan.device), spec=spec)
     with ArtifactWriter(out, KIND, FORMAT, [checkpoint.digest]) as writer:
         writer.record = record.model_dump(mode="json")
         report(Progress("pack weights", 0, 1, "model"))
         write_weights(checkpoint.tensors(), plan.program, plan.kv,
-                      writer.folder / Mesh.single(plan.tp, plan.pp).folder)
+                      writer.folder / Mesh.single(plan.tp, plan.pp).folder, _packer(plan.device))
         (writer.folder / TOKENIZER).mkdir()
         checkpoint.tokenizer().save(writer.folder / TOKENIZER)
         evidence = BuildEvidence(seconds=time.monotonic() - started, tuning=timings)
-        writer.evidence(TIMINGS).write_text(json.dumps(evidence.model_dump(mode="json"), indent=1))
+        writer.evidence(TIMINGS).write_text(json.dumps(evidence.to_json(), indent=1))
         report(Progress("pack weights", 1, 1, "model"))
     return Engine.open(out)

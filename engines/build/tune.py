@@ -99,7 +99,7 @@ def _rows(op: Linear, tokens: int) -> Rows:
 
 
 def _race(runs: dict[str, Callable[[], object]], seconds: float) -> dict[str, float]:
-    """Best milliseconds of each function, interleaved; a hopeless one (10 x the best) is dropped after its first run."""
+    """Best milliseconds of each function, interleaved; a hopeless one (10 x the best) runs twice only."""
     best: dict[str, float] = {}
     for name, run in runs.items():
         run()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -25,6 +25,9 @@ from engines.kernels.cpu.disk import Stored, as_bf16, pack
 from engines.program import ActQuant, AddNorm, Embed, Linear, Program, RMSNorm
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
+Part = Mapping[str, torch.Tensor]
+#: A linear and the canonical tensors of its parts -> what is stored of it, by field name.
+Pack = Callable[[Linear, Sequence[Part]], Mapping[str, torch.Tensor]]
 _LINEAR_FIELDS = ("weight", "weight_scale", "weight_zero", "g_idx", "bias")
 #: Tensors that some checkpoints carry and that are computed here instead.
 _COMPUTED = re.compile(r"rotary_emb\.inv_freq$")
@@ -64,11 +67,16 @@ def _wanted_vectors(program: Program, kv: Grid) -> set[str]:
     return names
 
 
+def pack_portable(op: Linear, parts: Sequence[Part]) -> dict[str, torch.Tensor]:
+    """The disk form of ``kernels/cpu/disk.py``."""
+    return pack(op.weight, parts, op.parts).tensors()
+
+
 class _Writer:
     """Collects tensors of each layer and writes its file when nothing of it is missing any more."""
 
-    def __init__(self, program: Program, kv: Grid, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, program: Program, kv: Grid, folder: Path, pack: Pack) -> None:
+        self.folder, self.pack = folder, pack
         self.vectors = _wanted_vectors(program, kv)
         self.parts = {part: op for op in program.linears() for part in op.parts}
         self.embeddings = {op.weight for op in program.ops if isinstance(op, Embed)}
@@ -111,11 +119,9 @@ class _Writer:
                 raise EngineError(f"{absent[0]} has no weight in the checkpoint",
                                   "The checkpoint is incomplete; make it again.")
             _check_bias(op, parts)
-            stored = pack(op.weight, [parts[part] for part in op.parts], op.parts)
-            if stored.codes.shape[0] != op.n or stored_columns(stored) != op.k:
-                raise EngineError(f"{key} is {stored.codes.shape[0]} x {stored_columns(stored)}, config.json says "
-                                  f"{op.n} x {op.k}", "config.json belongs to another model.")
-            self._store(key, {f"{key}.{field}": value for field, value in stored.tensors().items()})
+            _check_shapes(op, parts)
+            stored = self.pack(op, [parts[part] for part in op.parts])
+            self._store(key, {f"{key}.{field}": value for field, value in stored.items()})
         for group in [group for group, names in self.missing.items() if not names and group in self.ready]:
             self.folder.mkdir(parents=True, exist_ok=True)
             save_file(self.ready.pop(group), self.folder / f"{group}.safetensors")
@@ -126,9 +132,12 @@ class _Writer:
         self.ready.setdefault(group, {}).update({key: value.contiguous() for key, value in tensors.items()})
 
 
-def stored_columns(stored: Stored) -> int:
-    """The logical k of a stored weight."""
-    return stored.codes.shape[1] * (2 if stored.grid.dtype == "int4" else 1)
+def _check_shapes(op: Linear, parts: Mapping[str, Part]) -> None:
+    for part, rows in zip(op.parts, op.rows, strict=True):
+        found = parts[part]["weight"].shape if "weight" in parts[part] else None
+        if found is not None and tuple(found) != (rows, op.k):
+            raise EngineError(f"{part} is {' x '.join(map(str, found))}, config.json says {rows} x {op.k}",
+                              "config.json belongs to another model.")
 
 
 def _check_bias(op: Linear, parts: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
@@ -152,9 +161,10 @@ def _group(name: str) -> str:
     return f"layer{int(found[1]):04d}" if found else "outside"
 
 
-def write_weights(stream: Iterable[tuple[str, torch.Tensor]], program: Program, kv: Grid, folder: Path) -> None:
+def write_weights(stream: Iterable[tuple[str, torch.Tensor]], program: Program, kv: Grid, folder: Path,
+                  pack: Pack = pack_portable) -> None:
     """Write all weights of a program below ``folder``. EngineError names a tensor that is missing, extra or broken."""
-    writer = _Writer(program, kv, folder)
+    writer = _Writer(program, kv, folder, pack)
     group: str | None = None
     for name, tensor in stream:
         if group is not None and _group(name) != group:
@@ -175,7 +185,7 @@ class Weights:
         self._files = {}
         for path in files:
             handle = safe_open(path, "pt")
-            self._files.update({name: handle for name in handle.keys()})  # noqa: SIM118 (not a dict)
+            self._files.update(dict.fromkeys(handle.keys(), handle))
         self._taken: set[str] = set()
 
     def take(self, name: str) -> torch.Tensor:

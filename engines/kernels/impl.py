@@ -90,7 +90,8 @@ class LinearImpl(Protocol):
     def supports(self, shape: LinearShape, device: DeviceFacts) -> str | None:
         """None if this Impl can run the shape there, otherwise the reason in words."""
 
-    def pack(self, weight: torch.Tensor, weight_scale: torch.Tensor | None = None) -> Packed: ...
+    def pack(self, weight: torch.Tensor, weight_scale: torch.Tensor | None = None, *,
+             bias: torch.Tensor | None = None) -> Packed: ...
 
     def unpack(self, packed: Packed) -> tuple[torch.Tensor, torch.Tensor | None]: ...
 

@@ -122,14 +122,14 @@ class CpuBackend:
         prepared = self._prepare_linears(program)
         target = self._body
         for index, op in enumerate(program.ops):
-            step = self._linear(op, places, prepared) if isinstance(op, Linear) else _BINDERS[type(op)](self, op, places)
-            target.append(step)
+            target.append(self._linear(op, places, prepared) if isinstance(op, Linear)
+                          else _BINDERS[type(op)](self, op, places))
             if isinstance(op, SelectRows):
                 target = self._head
                 self._selected = places.of(op.out)
-            last = index
             places.retire(index, op)
-        self._logits = places.of(writes(program.ops[last])[0])
+        [logits] = writes(program.ops[-1])
+        self._logits = places.of(logits)
         self._count = places.count
 
     def _prepare_linears(self, program: Program) -> dict[str, Callable[[Any], torch.Tensor]]:

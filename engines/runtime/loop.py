@@ -1,4 +1,8 @@
-"""The loop: owner of every Sequence. schedule, run, postprocess.
+"""The loop: owner of every Sequence. schedule, launch, postprocess.
+
+A runner may have ``lookahead`` steps launched that nobody has read: the loop schedules and launches the next step first
+and reads the oldest one then, so that a device never waits for the host. What a step will choose is reserved in its
+sequences as unknown tokens when it is launched; a sequence that turns out to have ended drops them.
 
 It turns requests into sequences (refusing what exceeds the limits, with the numbers), steps until they are finished,
 and gives token events. Nothing outside ``runtime/`` ever holds a Sequence.
@@ -9,8 +13,10 @@ from __future__ import annotations
 import itertools
 import secrets
 import time
+from collections import deque
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -27,8 +33,7 @@ from engines.request import (
     TokenLogprob,
 )
 from engines.runtime.blocks import BlockPool
-from engines.runtime.runner import Runner
-from engines.runtime.scheduler import Scheduler
+from engines.runtime.scheduler import Chunk, Scheduler
 from engines.runtime.sequence import ScoreRequest, Sequence
 from engines.runtime.text_stream import TextStream
 
@@ -44,6 +49,22 @@ class TokenEvent:
     finish_reason: FinishReason | None
 
 
+class Launched(Protocol):
+    """A step under way."""
+
+    def result(self) -> list[tuple[Sequence, int, TokenLogprob | None]]:
+        """Wait for it; the next token of every sequence that got one."""
+        ...
+
+
+class Runner(Protocol):
+    """What runs chunks: ``launch`` starts a step, advances ``Sequence.computed`` and fills prompt scores."""
+
+    lookahead: int
+
+    def launch(self, chunks: Ordered[Chunk]) -> Launched: ...
+
+
 class Loop:
     """See the module's docstring. Not thread-safe: one owner calls it."""
 
@@ -53,6 +74,7 @@ class Loop:
         self._scheduler = Scheduler(self._pool, limits.max_batch_size, limits.max_num_tokens)
         self._sequences: dict[int, Sequence] = {}
         self._numbers = itertools.count()
+        self._flights: deque[Launched] = deque()
         self.steps = 0
         self.tokens_computed = 0
         self.tokens_generated = 0
@@ -60,7 +82,7 @@ class Loop:
     def admit(self, prompt: Ordered[int], params: SamplingParams) -> int:
         """Queue a generation; returns its number. LimitError for an empty, foreign or too long prompt."""
         self._check_prompt(prompt, params.max_tokens)
-        ends = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(self._tokenizer.eos_ids))
+        ends = frozenset(params.stop_token_ids + (() if params.ignore_eos else self._tokenizer.eos_ids))
         if strange := [index for index in ends if not 0 <= index < self._vocab_size]:
             raise LimitError(f"stop token {strange[0]} is outside the vocabulary of {self._vocab_size}",
                              "Give ids of this model's tokenizer.")
@@ -117,39 +139,55 @@ class Loop:
 
     @property
     def idle(self) -> bool:
-        return self._scheduler.idle
+        return self._scheduler.idle and not self._flights
 
     def step(self) -> list[TokenEvent]:
-        """Compute one step and give the new tokens of every sequence that got one."""
+        """Launch one step and give the new tokens of the oldest one, if it is time to read it."""
         chunks = self._scheduler.schedule()
-        if not chunks:
-            return []
-        chosen = self._runner.step(chunks)
-        self.steps += 1
-        self.tokens_computed += sum(chunk.count for chunk in chunks)
-        now = time.perf_counter()
-        for chunk in chunks:
-            if chunk.sequence.score is not None and chunk.sequence.remaining == 0:
-                self._finish(chunk.sequence, "length", now)
-        events = [self._accept(sequence, token, logprob, now) for sequence, token, logprob in chosen]
+        if chunks:
+            self._launch(chunks)
+        events: list[TokenEvent] = []
+        while self._flights and (len(self._flights) > self._runner.lookahead or not chunks):
+            events += self._read(self._flights.popleft())
         if self.idle:
             self.check()
             self._pool.defragment()
         return events
 
+    def _launch(self, chunks: list[Chunk]) -> None:
+        launched = self._runner.launch(chunks)
+        self.steps += 1
+        self.tokens_computed += sum(chunk.count for chunk in chunks)
+        for chunk in chunks:
+            sequence = chunk.sequence
+            if sequence.remaining:
+                continue
+            if sequence.score is not None:
+                self._finish(sequence, "length", time.perf_counter())
+            else:
+                sequence.reserve()
+        self._flights.append(launched)
+
+    def _read(self, launched: Launched) -> list[TokenEvent]:
+        chosen = launched.result()
+        now = time.perf_counter()
+        return [self._accept(sequence, token, logprob, now) for sequence, token, logprob in chosen
+                if not sequence.finished]
+
     def _accept(self, sequence: Sequence, token: int, logprob: TokenLogprob | None, now: float) -> TokenEvent:
         assert sequence.text is not None
-        sequence.tokens.append(token)
+        sequence.learn(token)
+        known = sequence.num_generated - sequence.unknown
         self.tokens_generated += 1
         if logprob is not None:
             sequence.logprobs.append(logprob)
         if sequence.first_token_at is None:
             sequence.first_token_at = now
-        text = sequence.text.push(token, may_stop=sequence.num_generated >= sequence.params.min_tokens)
+        text = sequence.text.push(token, may_stop=known >= sequence.params.min_tokens)
         reason: FinishReason | None = None
         if token in sequence.stop_ids or sequence.text.stopped:
             reason = "stop"
-        elif sequence.num_generated >= sequence.params.max_tokens:
+        elif known >= sequence.params.max_tokens:
             reason = "length"
         if reason is not None:
             text += sequence.text.finish()
@@ -157,6 +195,7 @@ class Loop:
         return TokenEvent(sequence.number, token, text, logprob, reason)
 
     def _finish(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
+        sequence.forget_unknown()
         sequence.finish_reason, sequence.finished_at = reason, now
         self._scheduler.finish(sequence)
 

@@ -54,18 +54,25 @@ class Scheduler:
         return not self.running and not self.waiting
 
     def schedule(self) -> list[Chunk]:
-        """The next step's chunks: decodes first, then prefills, each with its blocks. Empty only when idle."""
+        """The next step's chunks: decodes first, then prefills, each with its blocks.
+
+        Empty only when idle, or when nothing can advance before a launched step is read.
+        """
         budget = self.max_num_tokens
         chunks: list[Chunk] = []
         for sequence in sorted(self.running, key=lambda sequence: sequence.remaining > 1):
             if budget == 0 or sequence not in self.running:  # the step is full, or it was preempted by an older one
                 continue
             count = min(sequence.remaining, budget)
+            if count == 0:  # its last token is launched but not read
+                continue
             if self._make_room(sequence, sequence.computed + count):
                 chunks.append(Chunk(sequence, count))
                 budget -= count
         self._admit(chunks, budget)
-        if not chunks and not self.idle:
+        if not chunks and not any(sequence.unknown for sequence in self):
+            if self.idle:
+                return []
             raise EngineError("no sequence can advance", "This is a bug in the scheduler; report it.")
         return sorted(chunks, key=lambda chunk: chunk.count > 1)
 
@@ -89,6 +96,8 @@ class Scheduler:
     def _admit(self, chunks: list[Chunk], budget: int) -> None:
         while self.waiting and budget and len(self.running) < self.max_batch_size:
             sequence = self.waiting[0]
+            if sequence.unknown:  # preempted with a token under way: what to recompute is not known yet
+                break
             spare = self.pool.free - self.pool.blocks_for(len(sequence.tokens))
             if spare < len(self.running) or not self.pool.grow(sequence.table, len(sequence.tokens)):
                 break

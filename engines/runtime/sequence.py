@@ -7,6 +7,9 @@
 A step computes ``tokens[computed : computed + n]``; when that reaches the end of ``tokens``, the last row's logits
 choose the next one. Preemption gives the blocks back and sets ``computed`` to 0: everything is recomputed later, and
 generated tokens are kept.
+
+A step that was launched but not read yet has chosen tokens that only the device knows: each stands in ``tokens`` as
+UNKNOWN, and ``unknown`` counts them. So lengths, positions and blocks are always those of what has been launched.
 """
 
 from __future__ import annotations
@@ -20,6 +23,10 @@ import torch
 
 from engines.request import FinishReason, SamplingParams, TokenLogprob
 from engines.runtime.text_stream import TextStream
+
+
+#: A token that a launched step has chosen and nobody has read yet.
+UNKNOWN = -1
 
 
 @dataclass(slots=True)
@@ -48,6 +55,7 @@ class Sequence:
     text: TextStream | None = None
     score: ScoreRequest | None = None
     computed: int = 0
+    unknown: int = 0
     table: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
@@ -66,8 +74,26 @@ class Sequence:
 
     @property
     def remaining(self) -> int:
-        """Tokens that still must be computed before the next one can be chosen."""
+        """Tokens that still must be computed before the next one can be chosen. 0 when all are launched."""
+        if self.unknown and self.num_generated >= self.params.max_tokens:
+            return 0
         return len(self.tokens) - self.computed
+
+    def reserve(self) -> None:
+        """A launched step will choose the next token."""
+        self.tokens.append(UNKNOWN)
+        self.unknown += 1
+
+    def learn(self, token: int) -> None:
+        """The oldest unknown token is this one."""
+        self.tokens[len(self.tokens) - self.unknown] = token
+        self.unknown -= 1
+
+    def forget_unknown(self) -> None:
+        """Drop what launched steps will still choose: the sequence has ended before."""
+        if self.unknown:
+            del self.tokens[-self.unknown:]
+            self.unknown = 0
 
     @property
     def finished(self) -> bool:

@@ -70,7 +70,8 @@ class Stored:
             return self.codes.float(), None
         codes = self.int4_codes() if self.grid.dtype == "int4" else self.codes
         if kind in ("tensor", "channel"):
-            return (codes.float() if self.zero is None else codes.float() - self.zero.float().reshape(-1, 1)), self.scale
+            values = codes.float()
+            return (values if self.zero is None else values.sub_(self.zero.float().reshape(-1, 1))), self.scale
         assert self.scale is not None
         group = self.group_of_column()
         values = codes.float()
@@ -87,8 +88,9 @@ class Stored:
         return torch.arange(columns) // self.grid.granularity.size
 
 
-def _stacked_scale(parts: Sequence[Mapping[str, torch.Tensor]], rows: Sequence[int], name: str
-                   ) -> torch.Tensor | None:
+def stacked_scale(parts: Sequence[Mapping[str, torch.Tensor]], rows: Sequence[int], name: str
+                  ) -> torch.Tensor | None:
+    """Scales (or zeros) of stacked parts: [1] if they all have one equal scale, else one a row (or row and group)."""
     if name not in parts[0]:
         return None
     tensors = [part[name] for part in parts]
@@ -108,7 +110,7 @@ def pack(grid: Grid, parts: Sequence[Mapping[str, torch.Tensor]], names: Sequenc
         raise EngineError(f"{names[0]}: {grid} weights have no operator on this device",
                           "Use per-tensor, per-channel or group scales.")
     for part, name in zip(parts, names, strict=True):
-        _check_part(grid, part, name)
+        check_part(grid, part, name)
     rows = [part["weight"].shape[0] for part in parts]
     if grid.dtype == "int4":
         codes = torch.cat([part["weight"] for part in parts])
@@ -116,8 +118,8 @@ def pack(grid: Grid, parts: Sequence[Mapping[str, torch.Tensor]], names: Sequenc
     else:  # joined as bytes: float8 has no cat
         dtype = CODE_DTYPE[grid.dtype]
         codes = torch.cat([part["weight"].to(dtype).view(torch.uint8) for part in parts]).view(dtype)
-    scale = _stacked_scale(parts, rows, "weight_scale")
-    zero = _stacked_scale(parts, rows, "weight_zero")
+    scale = stacked_scale(parts, rows, "weight_scale")
+    zero = stacked_scale(parts, rows, "weight_zero")
     bias = torch.cat([part["bias"].float() for part in parts]) if "bias" in parts[0] else None
     g_idx = parts[0].get("g_idx")
     if any(not _same(part.get("g_idx"), g_idx) for part in parts):
@@ -131,7 +133,8 @@ def _same(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     return a is b if a is None or b is None else torch.equal(a, b)
 
 
-def _check_part(grid: Grid, part: Mapping[str, torch.Tensor], name: str) -> None:
+def check_part(grid: Grid, part: Mapping[str, torch.Tensor], name: str) -> None:
+    """EngineError unless the part has its weight and scales, finite and on their grid."""
     if "weight" not in part:
         raise EngineError(f"{name} has no weight in the checkpoint", "The checkpoint is incomplete; make it again.")
     if grid.quantized and "weight_scale" not in part:

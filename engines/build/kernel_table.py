@@ -1,0 +1,73 @@
+"""The KernelTable's entries for everything but linears, on a GPU: first candidates, by step size where that matters.
+
+These kernels are bound by latency at decode and by bytes at prefill, and their spaces are small: the first candidate of
+each list is what won on the devices it was timed on (docs/kernels). ``full`` tuning replaces an entry when another one
+is faster in the chain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from calib.scheme import Grid
+from engines.build.impls import activation_mode, group_of
+from engines.kernels import attention_decode, attention_prefill, embedding, norm, quantize, rope_kv, sample, silu_mul
+from engines.kernels.impl import DeviceFacts, KernelConfig
+from engines.kernels.jit import ActQuant as Mode
+from engines.models.decoder import ModelFacts
+from engines.plan import KernelChoice
+from engines.program import GatedSilu, Program
+
+#: Steps of at most this many tokens are bound by latency.
+FEW_TOKENS = 64
+#: The largest step that any table has an entry for.
+MOST_TOKENS = 1 << 30
+
+
+def silu_shape(op: GatedSilu) -> str:
+    """The key of a gated activation in the KernelTable."""
+    return f"n={op.width} quant={None if op.quant is None else op.quant.grid}"
+
+
+def _entry(op: str, shape: str, tokens: int, config: KernelConfig) -> KernelChoice:
+    return KernelChoice(op=op, shape=shape, max_tokens=tokens, impl="triton", config=config.to_json())
+
+
+def mode_of(grid: Grid | None) -> Mode:
+    """The kernels' mode of an activation grid that ``impls`` has accepted."""
+    name = None if grid is None else activation_mode(grid)
+    return Mode.NONE if name is None else Mode[name]
+
+
+def default_table(facts: ModelFacts, program: Program, block_size: int, kv: Grid, device: DeviceFacts,
+                  deterministic: bool) -> tuple[KernelChoice, ...]:
+    """One entry an Op, or two where few and many tokens differ."""
+    return tuple(_defaults(facts, program, block_size, kv, device, deterministic))
+
+
+def _defaults(facts: ModelFacts, program: Program, block_size: int, kv: Grid, device: DeviceFacts,
+              deterministic: bool) -> Iterator[KernelChoice]:
+    hidden, kv_bytes = facts.hidden_size, 1 if kv.quantized else 2
+    yield _entry("embed", f"n={hidden}", MOST_TOKENS, embedding.candidates(hidden, device)[0])
+    yield _entry("norm", f"n={hidden}", MOST_TOKENS, norm.candidates(hidden, device)[0])
+    yield _entry("quantize", "any", MOST_TOKENS, quantize.candidates(hidden, device)[0])
+    heads = rope_kv.candidates(facts.num_heads, facts.num_kv_heads, device)
+    yield _entry("rope_kv", "heads", FEW_TOKENS, heads[0])
+    yield _entry("rope_kv", "heads", MOST_TOKENS, heads[-1])
+    for op in {silu_shape(op): op for op in program.ops if isinstance(op, GatedSilu)}.values():
+        grid = None if op.quant is None else op.quant.grid
+        tiles = silu_mul.candidates(op.width, mode_of(grid), 0 if grid is None else group_of(grid), device)
+        yield _entry("silu_mul", silu_shape(op), MOST_TOKENS, tiles[0])
+    decode = attention_decode.candidates(facts.head_dim, block_size, kv_bytes, device, deterministic=deterministic)
+    yield _entry("attention_decode", "split", MOST_TOKENS, decode[0])
+    yield from _prefill(attention_prefill.candidates(facts.head_dim, facts.num_heads // facts.num_kv_heads, kv_bytes,
+                                                     device), deterministic)
+    yield _entry("sample", f"n={facts.vocab_size}", MOST_TOKENS, sample.candidates(facts.vocab_size, device)[0])
+
+
+def _prefill(tiles: Sequence[KernelConfig], deterministic: bool) -> Iterator[KernelChoice]:
+    """Small tiles for short chunks; one tile for all where a row's sum must not depend on its chunk."""
+    small = min(tiles, key=lambda config: config["ROWS"])
+    if not deterministic and small["ROWS"] < tiles[0]["ROWS"]:
+        yield _entry("attention_prefill", "tile", small["ROWS"], small)
+    yield _entry("attention_prefill", "tile", MOST_TOKENS, tiles[0])

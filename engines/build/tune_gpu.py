@@ -1,0 +1,255 @@
+"""Which kernel runs each linear at each step size, timed on the GPU itself; kept in a tuning cache.
+
+**Points.** For every distinct linear (shape and grids) and every step size of ``SIZES``: the Impl's candidates, Triton
+variants and torch's own operators alike. All variants are compiled first, on all cores (``kernels/compile_ahead``).
+
+**Timing** imitates how the kernel will run: a CUDA graph of launches, each on another copy of the weight (400 MB in all,
+so that nothing is found in L2), programmatic dependent launch as configured; the median of a few replays. A candidate
+whose result differs from the first one's is dropped, and said so.
+
+**In the chain.** A kernel that wins alone may lose in company: what it leaves in L2, how many programs it keeps from the
+next one. So for small steps the best three of each linear compete once more inside a chain of all of a layer's linears
+with a norm between them, one linear at a time, the others held.
+
+**Deterministic** engines hold BLOCK_K and SPLIT_K of a linear constant over all step sizes (a row's sum then does not
+depend on its batch): one kernel, one pair, that which costs least over all sizes.
+
+``none`` takes every first candidate. ``quick`` times the first few of each, ``full`` all; both stop timing when their
+seconds are used up and take first candidates from there on. Entries of the cache are not timed again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from calib.artifact import sha256_hex, write_atomic
+from calib.progress import Progress, Report
+from calib.scheme import Frozen
+from engines.build.bench_gpu import Bench
+from engines.build.impls import impl_for, shape_of, weight_bytes
+from engines.device import Device
+from engines.errors import EngineError
+from engines.kernels.compile_ahead import collect, compile_variants
+from engines.kernels.impl import KernelConfig
+from engines.plan import KernelChoice, linear_shape
+from engines.program import Linear, Program
+
+#: Step sizes with choices of their own; a step takes the next larger one's.
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+#: The output layer sees sampled rows only.
+HEAD_SIZES = SIZES[:9]
+SECONDS = {"quick": 60.0, "full": 240.0}
+CANDIDATES = {"quick": 6, "full": 64}
+#: Up to this many tokens the winners compete again in the chain.
+CHAIN_TOKENS = 64
+#: A dot tile of this many tokens serves larger steps too.
+DOT_TOKENS = 256
+
+Mode = Literal["none", "quick", "full"]
+
+
+class GpuTiming(Frozen):
+    """Evidence: the chosen kernel of a linear at one step size. Times are None where nothing was timed.
+
+    ``floor_fraction`` is the time of reading the weight once at the device's copy bandwidth over the time measured.
+    """
+
+    shape: str
+    tokens: int
+    config: dict[str, Any]
+    microseconds: float | None
+    runner_up: dict[str, Any] | None = None
+    runner_up_microseconds: float | None = None
+    floor_fraction: float | None = None
+    candidates: int = 1
+    dropped: int = 0
+
+
+_Cache = TypeAdapter(dict[str, GpuTiming])
+
+
+def sizes_for(op: Linear, head: Linear, max_num_tokens: int) -> tuple[int, ...]:
+    """Step sizes of a linear: up to the first that holds the largest step."""
+    sizes = HEAD_SIZES if op is head else SIZES
+    return tuple(size for index, size in enumerate(sizes) if index == 0 or sizes[index - 1] < max_num_tokens)
+
+
+def candidates_for(op: Linear, tokens: int, device: Device, deterministic: bool) -> list[KernelConfig]:
+    """What may run a linear at a step size, best guess first. EngineError when nothing can."""
+    impl = impl_for(op)
+    found = list(impl.candidates(shape_of(op, tokens), device.facts))
+    if deterministic:
+        found = [config for config in impl.candidates(shape_of(op, min(tokens, DOT_TOKENS)), device.facts)
+                 if config.kernel == "dot"]
+    if not found:
+        raise EngineError(f"{op.parts[0]} (n={op.n}, k={op.k}) has no kernel at {tokens} tokens",
+                          "Leave this layer unquantized, or build without deterministic.")
+    return found
+
+
+def cache_file(folder: Path, device: Device) -> Path:
+    """The tuning cache of this device and these versions."""
+    return folder / f"tuning-gpu-{sha256_hex(device.model_dump_json().encode())[:16]}.json"
+
+
+class _Tuner:
+    """One run over all points."""
+
+    def __init__(self, program: Program, device: Device, mode: Mode, max_num_tokens: int, deterministic: bool,
+                 cache: Path | None, report: Report) -> None:
+        self.device, self.mode, self.deterministic, self.report = device, mode, deterministic, report
+        head = program.linears()[-1]
+        self.linears = {linear_shape(op): op for op in program.linears()}
+        self.chain = [op for op in self.linears.values() if op is not self.linears[linear_shape(head)]]
+        self.points = [(op, tokens) for op in self.linears.values()
+                       for tokens in sizes_for(op, self.linears[linear_shape(head)], max_num_tokens)]
+        self.path = None if cache is None or mode == "none" else cache_file(cache, device)
+        self.known = {} if self.path is None else _read(self.path)
+        self.timed = mode != "none" and device.kind == "cuda"
+
+    def key(self, op: Linear, tokens: int) -> str:
+        return f"{linear_shape(op)} tokens={tokens} {self.mode}{' deterministic' if self.deterministic else ''}"
+
+    def candidates(self, op: Linear, tokens: int) -> list[KernelConfig]:
+        found = candidates_for(op, tokens, self.device, self.deterministic)
+        return found[:CANDIDATES[self.mode]] if self.timed and not self.deterministic else found
+
+    def run(self) -> list[GpuTiming]:
+        wanted = [(op, tokens) for op, tokens in self.points if self.key(op, tokens) not in self.known]
+        if self.timed and wanted:
+            with torch.inference_mode():
+                self._time(wanted)
+        elif not self.timed:
+            for op, tokens in wanted:
+                self._keep(op, tokens, [(config, None) for config in self._untimed(op, tokens)], 0)
+        if self.path is not None:
+            _write(self.path, self.known)
+        return [self.known[self.key(op, tokens)] for op, tokens in self.points]
+
+    def _untimed(self, op: Linear, tokens: int) -> list[KernelConfig]:
+        """First candidates; in deterministic mode the first pair that every size has."""
+        found = self.candidates(op, tokens)
+        if not self.deterministic:
+            return found
+        sizes = [size for other, size in self.points if other is op]
+        common = set.intersection(*({_pair(c) for c in self.candidates(op, size)} for size in sizes))
+        return [config for config in found if _pair(config) in common][:1] or found
+
+    def _time(self, wanted: list[tuple[Linear, int]]) -> None:
+        end = time.monotonic() + SECONDS[self.mode]
+        bench = Bench(self.device)
+        self._compile(bench, wanted)
+        ranked: dict[tuple[str, int], list[tuple[KernelConfig, float | None]]] = {}
+        for done, (op, tokens) in enumerate(wanted):
+            self.report(Progress("tune", done, len(wanted), "point", f"{linear_shape(op)} tokens={tokens}"))
+            candidates, dropped = self.candidates(op, tokens), 0
+            if time.monotonic() < end:
+                times, dropped = bench.race(op, tokens, candidates)
+                ranked[linear_shape(op), tokens] = list(times)
+            else:
+                ranked[linear_shape(op), tokens] = [(config, None) for config in candidates]
+            self._keep(op, tokens, ranked[linear_shape(op), tokens], dropped, bench.bandwidth)
+        if self.deterministic:
+            self._hold_pairs(ranked, bench)
+        elif time.monotonic() < end:
+            self._in_chain(ranked, bench, {tokens for _, tokens in wanted if tokens <= CHAIN_TOKENS})
+        self.report(Progress("tune", len(wanted), len(wanted), "point"))
+
+    def _compile(self, bench: Bench, wanted: list[tuple[Linear, int]]) -> None:
+        """All variants of all points on all cores. Those that do not compile are dropped when they are raced."""
+        self.report(Progress("compile", 0, 1, "kernels"))
+        with collect() as variants:
+            for op, tokens in wanted:
+                for config in self.candidates(op, tokens):
+                    bench.launch_once(op, tokens, config)
+        compile_variants(list(variants.values()), self.device.capability)
+        self.report(Progress("compile", 1, 1, "kernels", f"{len(variants)} variants"))
+
+    def _keep(self, op: Linear, tokens: int, ranked: Sequence[tuple[KernelConfig, float | None]], dropped: int,
+              bandwidth: float | None = None) -> None:
+        (config, best), second = ranked[0], ranked[1] if len(ranked) > 1 else (None, None)
+        fraction = None if best is None or bandwidth is None else weight_bytes(op) / bandwidth / (best * 1e-6)
+        self.known[self.key(op, tokens)] = GpuTiming(
+            shape=linear_shape(op), tokens=tokens, config=config.to_json(), microseconds=_rounded(best),
+            runner_up=None if second[0] is None else second[0].to_json(), runner_up_microseconds=_rounded(second[1]),
+            floor_fraction=None if fraction is None else round(fraction, 4), candidates=len(ranked) + dropped,
+            dropped=dropped)
+
+    def _hold_pairs(self, ranked: dict[tuple[str, int], list[tuple[KernelConfig, float | None]]], bench: Bench) -> None:
+        """Deterministic: one (BLOCK_K, SPLIT_K) a linear, that which costs least over all sizes."""
+        for shape, op in self.linears.items():
+            rows = {tokens: found for (its, tokens), found in ranked.items() if its == shape}
+            if not rows:
+                continue
+            common = set.intersection(*({_pair(config) for config, _ in found} for found in rows.values()))
+            if not common:
+                raise EngineError(f"{op.parts[0]} has no kernel with one BLOCK_K and SPLIT_K for all step sizes",
+                                  "Build without deterministic.")
+
+            def cost(pair: tuple[int, int], rows: dict[int, list[tuple[KernelConfig, float | None]]] = rows) -> float:
+                return sum(min(us or math.inf for config, us in found if _pair(config) == pair) / (found[0][1] or 1.0)
+                           for found in rows.values())
+            held = min(sorted(common), key=cost)
+            for tokens, found in rows.items():
+                self._keep(op, tokens, [entry for entry in found if _pair(entry[0]) == held], 0, bench.bandwidth)
+
+    def _in_chain(self, ranked: dict[tuple[str, int], list[tuple[KernelConfig, float | None]]], bench: Bench,
+                  sizes: set[int]) -> None:
+        for tokens in sorted(sizes):
+            rows = [ranked.get((linear_shape(op), tokens)) for op in self.chain]
+            if any(found is None for found in rows):
+                continue
+            tops = [[config for config, _ in found[:3]] for found in rows if found is not None]
+            picked = bench.chain(self.chain, tokens, tops)
+            for op, found, config in zip(self.chain, rows, picked, strict=True):
+                assert found is not None
+                order = sorted(found, key=lambda entry, config=config: entry[0] != config)  # type: ignore[misc]
+                self._keep(op, tokens, order, self.known[self.key(op, tokens)].dropped, bench.bandwidth)
+
+
+def _pair(config: KernelConfig) -> tuple[int, int]:
+    return config["BLOCK_K"], config["SPLIT_K"]
+
+
+def _rounded(us: float | None) -> float | None:
+    return None if us is None else round(us, 3)
+
+
+def tune_gpu(program: Program, device: Device, mode: Mode, max_num_tokens: int, deterministic: bool, cache: Path | None,
+             report: Report) -> tuple[list[KernelChoice], list[GpuTiming]]:
+    """The choice for every distinct linear and step size of a program, and the timings behind it."""
+    timings = _Tuner(program, device, mode, max_num_tokens, deterministic, cache, report).run()
+    linears = {linear_shape(op): op for op in program.linears()}
+    picked = [KernelChoice(op="linear", shape=timing.shape, max_tokens=timing.tokens,
+                           impl=impl_for(linears[timing.shape]).name, config=timing.config) for timing in timings]
+    return picked, timings
+
+
+def _read(path: Path) -> dict[str, GpuTiming]:
+    if not path.is_file():
+        return {}
+    try:
+        return _Cache.validate_json(path.read_bytes())
+    except ValidationError as error:
+        raise EngineError(f"the tuning cache {path} is damaged", "Remove it; it is made again.") from error
+
+
+def _write(path: Path, known: dict[str, GpuTiming]) -> None:
+    merged = _read(path) | known
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, json.dumps({key: merged[key].model_dump(mode="json") for key in sorted(merged)}, indent=1
+                                      ).encode())
+    except OSError as error:
+        raise EngineError(f"cannot write the tuning cache {path}: {error.strerror}", "Choose a writable folder."
+                          ) from error
+
+

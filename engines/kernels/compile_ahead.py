@@ -1,0 +1,163 @@
+"""Compiling every kernel variant ahead of time, on all cores, and noticing one that was compiled too late.
+
+Triton compiles a variant when it is first launched: half a second to a second each, one after the other, in the middle
+of whatever was going on. An engine reaches a hundred variants. So:
+
+1. ``collect`` runs launches with Triton's compile hook set: a variant that is not loaded yet is written down instead of
+   compiled, and nothing is launched. (torch's own operators in between do run.)
+2. ``compile_variants`` compiles what was collected in child processes, which need no GPU and have none: they know only
+   the target. What they make lands in Triton's cache on disk, which is keyed by content.
+3. Launching for real then takes milliseconds a variant, from that cache.
+
+A small file beside the cache remembers that a set of variants was compiled, so that a warm start asks nobody.
+
+After an engine is open ``CompileWatch`` counts: a variant that is loaded or compiled then was missed by 1, and is a bug.
+Both hooks are Triton's own (``knobs.runtime``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import logging
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+
+_LOG = logging.getLogger(__name__)
+_ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One variant: the jit function's module and name, its source's hash, and Triton's own description of the rest."""
+
+    module: str
+    name: str
+    source: str
+    data: str
+
+
+@contextmanager
+def collect() -> Iterator[dict[str, Variant]]:
+    """Variants that launches inside would compile, by description. Those launches do nothing."""
+    found: dict[str, Variant] = {}
+
+    def hook(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+        data = compile["specialization_data"]
+        found[f"{fn.module}.{fn.name} {data}"] = Variant(fn.module, fn.name, fn.jit_function.cache_key, data)
+        return True
+
+    runtime = triton.knobs.runtime
+    before, runtime.jit_cache_hook = runtime.jit_cache_hook, hook
+    try:
+        yield found
+    finally:
+        runtime.jit_cache_hook = before
+
+
+def compile_variants(variants: Sequence[Variant], capability: int, workers: int | None = None) -> dict[str, str]:
+    """Compile for ``sm_<capability>`` in child processes. Returns description -> error text of those that failed.
+
+    RuntimeError when the child process itself dies.
+    """
+    mark = _mark(variants, capability)
+    if not variants or mark.is_file():
+        return {}
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(_ROOT), *filter(None, [environment.get("PYTHONPATH")])])
+    order = {"capability": capability, "workers": workers or os.cpu_count() or 1,
+             "variants": [asdict(variant) for variant in variants]}
+    done = subprocess.run([sys.executable, "-m", "engines.kernels.compile_ahead"], input=json.dumps(order),
+                          capture_output=True, text=True, env=environment, check=False)
+    if done.returncode:
+        raise RuntimeError(f"the compile process ended with {done.returncode}: {done.stderr[-2000:]}")
+    errors = json.loads(done.stdout.splitlines()[-1])
+    failed = {f"{variant.module}.{variant.name} {variant.data}": error
+              for variant, error in zip(variants, errors, strict=True) if error}
+    if not failed:
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        mark.write_text(f"{len(variants)} variants\n")
+    return failed
+
+
+def _mark(variants: Sequence[Variant], capability: int) -> Path:
+    """The file that says that exactly these were compiled into this cache."""
+    content = sorted(f"{variant.module}.{variant.name} {variant.source} {variant.data}" for variant in variants)
+    key = hashlib.sha256(json.dumps([triton.__version__, capability, content]).encode()).hexdigest()
+    return Path(triton.knobs.cache.dir) / f"compiled-{key[:32]}"
+
+
+class CompileWatch:
+    """Counts variants that are loaded or compiled while it is open."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._before = triton.knobs.runtime.jit_post_compile_hook
+        triton.knobs.runtime.jit_post_compile_hook = self._hook
+
+    def _hook(self, *, repr: str, **rest: Any) -> None:
+        self.count += 1
+        _LOG.error("a kernel variant was compiled after loading: %s", repr)
+
+    def close(self) -> None:
+        triton.knobs.runtime.jit_post_compile_hook = self._before
+
+
+class _Target:
+    """What Triton asks of a driver while it compiles."""
+
+    def __init__(self, capability: int) -> None:
+        self._capability = capability
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self._capability, 32)
+
+
+def _compile(job: tuple[dict[str, str], int]) -> str:
+    """Compile one variant and, where a GPU's libraries are, its launcher. Empty, or what went wrong."""
+    variant, capability = job
+    triton.runtime.driver.set_active(_Target(capability))  # type: ignore[arg-type]
+    try:
+        function = getattr(importlib.import_module(variant["module"]), variant["name"].rpartition(".")[2])
+        compiled = function.preload(variant["data"])
+        if Path("/dev/nvidia0").exists():
+            from triton.backends.nvidia.driver import CudaLauncher
+
+            CudaLauncher(compiled.src, compiled.metadata)
+    except Exception as error:  # any compiler failure is this variant's answer
+        return f"{type(error).__name__}: {error}"[:500]
+    return ""
+
+
+def main() -> None:
+    """Child of ``compile_variants``: the order as JSON on stdin, a list of error texts as the last line of stdout."""
+    order = json.load(sys.stdin)
+    jobs = [(variant, order["capability"]) for variant in order["variants"]]
+    for variant in order["variants"]:
+        importlib.import_module(variant["module"])
+    if order["workers"] > 1:
+        with ProcessPoolExecutor(min(order["workers"], len(jobs)), multiprocessing.get_context("fork")) as pool:
+            errors = list(pool.map(_compile, jobs))
+    else:
+        errors = [_compile(job) for job in jobs]
+    print(json.dumps(errors))
+
+
+if __name__ == "__main__":
+    main()

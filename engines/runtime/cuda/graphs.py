@@ -1,0 +1,102 @@
+"""CUDA graphs of whole steps: a step that Python launches as 300 kernels becomes one launch of a few microseconds.
+
+    decode (b)              prepare, attention plan, all layers, head, sampling for b rows
+    prefill (tokens, rows)  prepare and all layers for short prompts, where launching would take longer than computing
+    head (b)                the output layer and sampling after a prefill or mixed step
+
+A step takes the smallest graph that holds it and pads: padding rows have length 0 and write nothing to the cache. Graphs
+are captured largest first into one shared memory pool, so that later ones reuse what earlier ones took; they run one at a
+time on one stream, which is what makes sharing safe. Programmatic dependent launches inside are kept by the capture.
+
+Everything that a graph touches is static (``arena``); it holds no memory of its own but what torch's own operators
+allocate inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+DECODE = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+PREFILL_TOKENS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+PREFILL_ROWS = (1, 8)
+
+
+def up_to(sizes: Iterable[int], most: int) -> tuple[int, ...]:
+    """The sizes below ``most``, and ``most`` itself."""
+    return (*(size for size in sizes if size < most), most)
+
+
+def smallest(sizes: Iterable[int], wanted: int) -> int | None:
+    """The smallest of ascending sizes that holds ``wanted``; None when none does."""
+    return next((size for size in sizes if size >= wanted), None)
+
+
+def decode_sizes(max_batch_size: int) -> tuple[int, ...]:
+    """Batch sizes of decode graphs. The largest is a multiple of 4: prefill rows follow decode rows in a mixed step, and
+    pointers to them must stay 16-byte aligned, as every other launch's are."""
+    return up_to(DECODE, max_batch_size if max_batch_size == 1 else -(-max_batch_size // 4) * 4)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Key:
+    """Which step a graph is: ``kind`` decode, prefill or head, its tokens and rows."""
+
+    kind: str
+    tokens: int
+    rows: int
+
+
+def keys(max_batch_size: int, max_num_tokens: int) -> list[Key]:
+    """Every graph of an engine with these limits, largest first."""
+    sizes = decode_sizes(max_batch_size)
+    found = [Key(kind, b, b) for kind in ("decode", "head") for b in sizes]
+    found += [Key("prefill", tokens, rows) for tokens in PREFILL_TOKENS if tokens <= max_num_tokens
+              for rows in PREFILL_ROWS if rows <= min(tokens, max_batch_size)]
+    return sorted(found, key=lambda key: (-key.tokens, -key.rows, key.kind))
+
+
+class Graphs:
+    """Captured steps. On a device without graphs (the interpreter) ``replay`` says False and the caller launches."""
+
+    def __init__(self, stream: torch.cuda.Stream | None) -> None:
+        self._stream = stream
+        self._graphs: dict[Key, torch.cuda.CUDAGraph] = {}
+        self._pool = None if stream is None else torch.cuda.graph_pool_handle()
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def has(self, key: Key) -> bool:
+        return key in self._graphs
+
+    def capture(self, key: Key, run: Callable[[], None]) -> None:
+        """Record what ``run`` launches. Everything it launches must have been compiled and run before."""
+        if self._stream is None:
+            return
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool)
+            try:
+                run()
+            finally:
+                graph.capture_end()
+        self._graphs[key] = graph
+
+    def replay(self, key: Key) -> bool:
+        """Launch the graph on the current stream; False when there is none."""
+        graph = self._graphs.get(key)
+        if graph is None:
+            return False
+        graph.replay()
+        return True
+
+    def clear(self) -> None:
+        """Forget all graphs and give their memory back."""
+        self._graphs.clear()
+        if self._stream is not None:
+            self._stream.synchronize()
+            torch.cuda.empty_cache()
+            self._pool = torch.cuda.graph_pool_handle()

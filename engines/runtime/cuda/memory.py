@@ -1,0 +1,45 @@
+"""Where device memory goes, as a table in words, and what the engine really took."""
+
+from __future__ import annotations
+
+import torch
+
+from engines.device import Device
+from engines.errors import EngineError
+from engines.plan import MemoryPlan
+
+#: Until it is measured: graphs of all buckets, kernels' code, cuBLAS workspaces.
+GRAPH_ALLOWANCE = 1024**3
+#: Share of a card that an engine may take when no cap is given.
+DEFAULT_SHARE = 0.9
+
+
+def cap_bytes(asked: int | None, device: Device) -> int:
+    """The cap in bytes. EngineError when more is asked for than the card has."""
+    total = device.memory_bytes
+    if asked is not None and asked > total:
+        raise EngineError(f"a cap of {asked:,} bytes is more than the {total:,} of {device.name}", "Lower it.")
+    return int(DEFAULT_SHARE * total) if asked is None else asked
+
+
+def table(memory: MemoryPlan) -> str:
+    """The plan line by line, in GiB."""
+    lines = [("weights", memory.weights), ("activations", memory.activations), ("graphs", memory.graphs),
+             ("kv_cache", memory.kv_cache), ("total", memory.total)]
+    if memory.cap is not None:
+        lines.append(("cap", memory.cap))
+    return "\n".join(f"{name:<12} {size / 2**30:9.3f} GiB" for name, size in lines)
+
+
+def free_bytes(device: Device) -> int | None:
+    """Free device memory now; None where the question has no meaning."""
+    return torch.cuda.mem_get_info()[0] if device.kind == "cuda" else None
+
+
+def check_free(memory: MemoryPlan, device: Device) -> None:
+    """EngineError with the table when the card has less free than the plan takes."""
+    free = free_bytes(device)
+    if free is not None and free < memory.total:
+        raise EngineError(f"{device.name} has {free / 2**30:.3f} GiB free, this engine takes "
+                          f"{memory.total / 2**30:.3f} GiB\n{table(memory)}",
+                          "Stop what else runs there, or build with a lower memory cap.")

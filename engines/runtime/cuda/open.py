@@ -1,0 +1,135 @@
+"""Opening an engine on its device: memory planned, weights read, every kernel compiled, graphs captured, cache sized.
+
+The order matters. Graphs and kernels' code take memory that nobody can predict, so they come first, on a cache of one
+block; what is then left under the cap is the KV cache, and the graphs are captured again with its address (a fraction
+of a second: everything is compiled). Nothing is compiled after this; ``stats`` would show it.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from engines.build.buffers import assign
+from engines.build.plan_gpu import block_bytes, workspace_bytes
+from engines.engine import Engine
+from engines.errors import EngineError
+from engines.kernels.compile_ahead import CompileWatch, collect, compile_variants
+from engines.plan import Limits
+from engines.runtime.cuda.arena import Arena, KVCache
+from engines.runtime.cuda.graphs import Graphs, Key, keys
+from engines.runtime.cuda.memory import check_free, free_bytes, table
+from engines.runtime.cuda.ops import Shape
+from engines.runtime.cuda.runner import CudaRunner
+from engines.runtime.cuda.steps import Steps
+from engines.runtime.cuda.weights import DeviceWeights, read_weights
+
+_LOG = logging.getLogger(__name__)
+
+
+class GpuEngine:
+    """An engine on its device. ``limits`` are the plan's, with the KV blocks that there really are."""
+
+    @torch.inference_mode()
+    def __init__(self, engine: Engine) -> None:
+        """Load. EngineError with the memory table when it does not fit; ArtifactError for changed files."""
+        plan = self._plan = engine.plan
+        self._device = plan.device.torch_device
+        self._stream = torch.cuda.Stream() if self._device.type == "cuda" else None
+        _LOG.info("memory plan\n%s", table(plan.memory))
+        check_free(plan.memory, plan.device)
+        self._free_at_start = free_bytes(plan.device)
+        self._weights = DeviceWeights(plan, read_weights(engine, self._device), self._device)
+        workspace = workspace_bytes(plan.program, plan.kernels, plan.limits.max_num_tokens)
+        self._arena = Arena(plan, assign(plan.program), workspace, self._device)
+        self._graphs = Graphs(self._stream)
+        self.limits = self._size_cache()
+        self.runner = CudaRunner(plan, self._arena, self.steps, self._graphs, self._stream)
+        self._weights.done()
+        self._watch = CompileWatch()
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def _bind(self, blocks: int) -> Steps:
+        scales = None
+        if self._plan.kv.quantized:
+            names = [f"model.layers.{layer}.self_attn" for layer in range(self._plan.model.num_layers)]
+            scales = [(self._weights.vector(f"{name}.k_scale"), self._weights.vector(f"{name}.v_scale")) for name in names]
+        cache = KVCache(self._plan, blocks, scales, self._device)
+        return Steps(self._plan, self._weights, self._arena, cache)
+
+    def _size_cache(self) -> Limits:
+        limits = self._plan.limits
+        if self._stream is None:
+            self.steps = self._bind(limits.num_blocks)
+            return limits
+        self.steps = self._bind(1)
+        self._warm()
+        self._capture()
+        blocks = self._affordable(limits.num_blocks)
+        self._graphs.clear()
+        self.steps = self._bind(blocks)
+        self._capture()
+        return limits.model_copy(update={"num_blocks": blocks})
+
+    def _affordable(self, wanted: int) -> int:
+        """Blocks that fit under the cap beside everything else, now that everything else is there."""
+        memory, free = self._plan.memory, free_bytes(self._plan.device)
+        assert memory.cap is not None
+        assert free is not None
+        assert self._free_at_start is not None
+        taken = self._free_at_start - free
+        blocks = min(wanted, (memory.cap - taken) // block_bytes(self._plan))
+        least = -(-self._plan.limits.max_seq_len // self._plan.limits.block_size)
+        if blocks < least:
+            raise EngineError(f"{taken / 2**30:.3f} GiB are taken before the KV cache, {blocks} blocks fit, one sequence "
+                              f"needs {least}\n{table(memory)}", "Raise the memory cap, or lower max_seq_len.")
+        return blocks
+
+    def _launch(self, step: Key | Shape) -> None:
+        if isinstance(step, Key):
+            self.steps.launch(step)
+        else:
+            self.steps.body(step)
+
+    def _warm(self) -> None:
+        """Compile what is missing on all cores, then load and run every variant once (on empty rows)."""
+        with self._on_stream():
+            with collect() as variants:
+                for step in self.steps.reachable():
+                    self._launch(step)
+            failed = compile_variants(list(variants.values()), self._plan.device.capability)
+            if failed:
+                name, error = next(iter(failed.items()))
+                raise EngineError(f"{len(failed)} kernels do not compile here, the first is {name.split(' ')[0]}: {error}",
+                                  "Build the engine again on this machine.")
+            for step in self.steps.reachable():
+                self._launch(step)
+        torch.cuda.synchronize()
+
+    def _capture(self) -> None:
+        for key in keys(self._plan.limits.max_batch_size, self._plan.limits.max_num_tokens):
+            self._graphs.capture(key, lambda key=key: self.steps.launch(key))  # type: ignore[misc]
+        torch.cuda.synchronize()
+
+    @property
+    def memory_bytes(self) -> int:
+        """What the engine takes on its device: what torch reserves, and graphs and code beside it."""
+        free = free_bytes(self._plan.device)
+        if free is None or self._free_at_start is None:
+            return self._plan.memory.total
+        return self._free_at_start - free
+
+    def stats(self) -> dict[str, int]:
+        """Kernels compiled after loading (a bug when not 0), graphs, and steps by how they were launched."""
+        return {"compiles_after_loading": self._watch.count, "graphs": len(self._graphs),
+                "graph_steps": self.runner.graph_steps, "eager_steps": self.runner.eager_steps}
+
+    def close(self) -> None:
+        """Free the device."""
+        self._watch.close()
+        self._graphs.clear()
+

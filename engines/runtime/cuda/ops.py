@@ -1,0 +1,239 @@
+"""Every Op of a Program bound to its kernel, weights and buffers, once: a function of the step's shape.
+
+Binding closes over weights and constants; what is left for a step is its shape (``Shape``), from which views and grids
+follow. The functions only launch kernels: they are run eagerly, captured into CUDA graphs, and dry-run to learn which
+variants exist, all through the same code.
+
+An attention whose only reader quantizes is bound together with it where the attention kernels can do that themselves
+(fp8 static, pre_quant_scale, and for pure decode steps int8 groups): one kernel less a layer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engines.build.impls import IMPLS, activation_mode, group_of
+from engines.build.kernel_table import silu_shape
+from engines.errors import EngineError
+from engines.kernels import attention_decode, attention_plan, attention_prefill, embedding, norm, quantize, rope_kv
+from engines.kernels import silu_mul
+from engines.kernels.jit import ActQuant as Mode
+from engines.kernels.jit import next_pow2
+from engines.plan import Plan
+from engines.program import (
+    ActQuant,
+    AddNorm,
+    Attention,
+    Embed,
+    GatedSilu,
+    Linear,
+    Op,
+    Quantize,
+    RMSNorm,
+    RopeKV,
+    reads,
+)
+from engines.runtime.cuda.arena import Arena, KVCache
+from engines.runtime.cuda.configs import Configs
+from engines.runtime.cuda.weights import DeviceWeights
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A step's shape: ``tokens`` in all (padded), of which the first rows are ``decodes`` (a bucket, 0: none), then
+    ``prefills`` rows from row ``decodes`` on, none of more than ``longest`` new tokens."""
+
+    tokens: int
+    decodes: int = 0
+    prefills: int = 0
+    longest: int = 0
+
+    @property
+    def rows(self) -> int:
+        return self.decodes + self.prefills
+
+
+Run = Callable[[Shape], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Codes:
+    """How an Op's rows leave: the kernels' mode and its operands."""
+
+    mode: Mode
+    group: int
+    input_scale: torch.Tensor | None
+    pre_quant_scale: torch.Tensor | None
+
+
+class Binder:
+    """Binds Ops for one runner."""
+
+    def __init__(self, plan: Plan, weights: DeviceWeights, arena: Arena, cache: KVCache) -> None:
+        self.plan, self.weights, self.arena, self.cache = plan, weights, arena, cache
+        self.configs = Configs(plan)
+        self.decode_config = self.configs.of("attention_decode")
+        self._quants = {op.out: op.quant for op in plan.program.ops if getattr(op, "quant", None) is not None}
+        self.scale = 1.0 / math.sqrt(plan.model.head_dim)
+        self._binders: dict[type, Callable[[Op], Run]] = {
+            Embed: self._embed, RMSNorm: self._norm, AddNorm: self._norm, Linear: self._linear, RopeKV: self._rope_kv,
+            Quantize: self._quantize, GatedSilu: self._silu}
+
+    def bind(self, ops: Sequence[Op]) -> list[Run]:
+        """The functions of a Program's body, in order."""
+        runs: list[Run] = []
+        for op, quant in _attention_pairs(ops):
+            if isinstance(op, Attention):
+                runs.append(self._attention(op, quant))
+            elif type(op) in self._binders:
+                runs.append(self._binders[type(op)](op))
+            else:
+                raise EngineError(f"{op.op} was left unfused, which has no GPU kernel",
+                                  "The layer's linears are on different grids or scales; quantize them alike.")
+        return runs
+
+    def plan_attention(self, shape: Shape) -> None:
+        """The decode rows' work list, once a step."""
+        if shape.decodes:
+            attention_plan.make_plan(self.arena.step.seq_lens[:shape.decodes], self.arena.attention[shape.decodes],
+                                     self.plan.model.num_kv_heads, self.decode_config)
+
+    def codes(self, quant: ActQuant | None) -> Codes:
+        """A program's activation quantization as the kernels take it."""
+        if quant is None:
+            return Codes(Mode.NONE, 0, None, None)
+        name = None if quant.grid is None else activation_mode(quant.grid)
+        return Codes(Mode.NONE if name is None else Mode[name], 0 if quant.grid is None else group_of(quant.grid),
+                     self.weights.optional(quant.input_scale), self.weights.optional(quant.pre_quant_scale))
+
+    def static_scale(self, op: Linear) -> torch.Tensor | None:
+        """The calibrated scale that a linear's rows were quantized with, or None."""
+        quant = self._quants.get(op.x)
+        return self.weights.optional(None if quant is None else quant.input_scale)
+
+    # One method binds one kind of Op.
+
+    def _embed(self, op: Embed) -> Run:
+        table, rows, ids = self.weights.vector(f"{op.weight}.weight"), self.arena.rows, self.arena.step.token_ids
+        config = self.configs.of("embed")
+        return lambda shape: void(embedding.launch(ids[:shape.tokens], table, rows.of(op.out, shape.tokens), config))
+
+    def _norm(self, op: RMSNorm | AddNorm) -> Run:
+        weight, codes, rows = self.weights.vector(f"{op.weight}.weight"), self.codes(op.quant), self.arena.rows
+        config = self.configs.of("norm")
+
+        def run(shape: Shape) -> None:
+            residual = residual_out = None
+            if isinstance(op, AddNorm):
+                residual, residual_out = rows.of(op.residual, shape.tokens), rows.of(op.residual_out, shape.tokens)
+            norm.launch(rows.of(op.x, shape.tokens), weight, rows.of(op.out, shape.tokens), config, eps=op.eps,
+                        residual=residual, residual_out=residual_out, pre_quant_scale=codes.pre_quant_scale,
+                        quant=codes.mode, group=codes.group, input_scale=codes.input_scale,
+                        scales=rows.scales(op.out, shape.tokens))
+        return run
+
+    def _linear(self, op: Linear) -> Run:
+        packed, rows = self.weights.linear(op), self.arena.rows
+        impl, workspace = IMPLS[self.plan.choice(op).impl], self.arena.workspace
+        static = self.static_scale(op)
+
+        def run(shape: Shape) -> None:
+            impl.launch(rows.of(op.x, shape.tokens), packed, self.configs.linear(op, shape.tokens),
+                        rows.of(op.out, shape.tokens), x_scale=rows.scales(op.x, shape.tokens) if static is None else static,
+                        workspace=workspace)
+        return run
+
+    def _rope_kv(self, op: RopeKV) -> Run:
+        rows, step, table = self.arena.rows, self.arena.step, self.weights.cos_sin
+        (k_cache, v_cache), (k_scale, v_scale) = self.cache.layer(op.layer), self.cache.scale(op.layer)
+
+        def run(shape: Shape) -> None:
+            t = shape.tokens
+            rope_kv.launch(rows.of(op.qkv, t), table, step.positions[:t], step.slots[:t],
+                           rows.of(op.out, t).view(t, op.heads, op.head_dim), k_cache, v_cache, self.configs.of("rope_kv", t),
+                           k_scale=k_scale, v_scale=v_scale)
+        return run
+
+    def _quantize(self, op: Quantize) -> Run:
+        codes, rows, config = self.codes(op.quant), self.arena.rows, self.configs.of("quantize")
+
+        def run(shape: Shape) -> None:
+            quantize.launch(rows.of(op.x, shape.tokens), rows.of(op.out, shape.tokens), config, quant=codes.mode,
+                            group=codes.group, pre_quant_scale=codes.pre_quant_scale, input_scale=codes.input_scale,
+                            scales=rows.scales(op.out, shape.tokens))
+        return run
+
+    def _silu(self, op: GatedSilu) -> Run:
+        codes, rows = self.codes(op.quant), self.arena.rows
+        config = self.configs.of("silu_mul", 0, silu_shape(op))
+
+        def run(shape: Shape) -> None:
+            silu_mul.launch(rows.of(op.gate_up, shape.tokens), rows.of(op.out, shape.tokens), config,
+                            pre_quant_scale=codes.pre_quant_scale, quant=codes.mode, group=codes.group,
+                            input_scale=codes.input_scale, scales=rows.scales(op.out, shape.tokens))
+        return run
+
+    def _attention(self, op: Attention, quant: Quantize | None) -> Run:
+        codes = self.codes(None if quant is None else quant.quant)
+        plain = codes.mode in (Mode.NONE, Mode.FP8_STATIC)
+        grouped = codes.mode is Mode.INT8_GROUP and not self.plan.deterministic and (
+            op.head_dim % codes.group == 0 and op.head_dim == next_pow2(op.head_dim))
+        alone = None if quant is None or plain else self._quantize(quant)
+        nothing = Codes(Mode.NONE, 0, None, None)
+
+        def run(shape: Shape) -> None:
+            fused = quant is not None and (plain or (grouped and not shape.prefills))
+            target = quant.out if fused and quant is not None else op.out
+            if shape.decodes:
+                self._decode(op, target, shape, codes if fused else nothing)
+            if shape.prefills:
+                self._prefill(op, target, shape, codes if fused else nothing)
+            if alone is not None and not fused:
+                alone(shape)
+        return run
+
+    def _decode(self, op: Attention, target: str, shape: Shape, codes: Codes) -> None:
+        rows, b = self.arena.rows, shape.decodes
+        (k_cache, v_cache), (k_scale, v_scale) = self.cache.layer(op.layer), self.cache.scale(op.layer)
+        q = rows.of(op.q, b).view(b, op.heads, op.head_dim)
+        attention_decode.launch(q, k_cache, v_cache, self.arena.step.tables[:b], self.arena.attention[b],
+                                rows.of(target, b), self.decode_config, sm_scale=self.scale, k_scale=k_scale,
+                                v_scale=v_scale, pre_quant_scale=codes.pre_quant_scale, quant=codes.mode,
+                                group=codes.group, input_scale=codes.input_scale,
+                                scales=rows.scales(target, b) if codes.mode is Mode.INT8_GROUP else None)
+
+    def _prefill(self, op: Attention, target: str, shape: Shape, codes: Codes) -> None:
+        rows, step, t = self.arena.rows, self.arena.step, shape.tokens
+        (k_cache, v_cache), (k_scale, v_scale) = self.cache.layer(op.layer), self.cache.scale(op.layer)
+        span = slice(shape.decodes, shape.rows)
+        attention_prefill.launch(rows.of(op.q, t).view(t, op.heads, op.head_dim), k_cache, v_cache, step.tables[span],
+                                 self.arena.record.cu_seqlens(shape.decodes, shape.prefills), step.seq_lens[span],
+                                 shape.longest, rows.of(target, t), self.configs.of("attention_prefill", shape.longest), sm_scale=self.scale,
+                                 k_scale=k_scale, v_scale=v_scale, pre_quant_scale=codes.pre_quant_scale,
+                                 quant=codes.mode, input_scale=codes.input_scale)
+
+
+def void(_: object) -> None:
+    """For lambdas whose value nobody reads."""
+
+
+def _attention_pairs(ops: Sequence[Op]) -> Iterator[tuple[Op, Quantize | None]]:
+    """Each Op, an attention together with the Quantize that alone reads it."""
+    readers: dict[str, int] = {}
+    for op in ops:
+        for name in reads(op):
+            readers[name] = readers.get(name, 0) + 1
+    skip = False
+    for op, following in zip(ops, [*ops[1:], None], strict=True):
+        if skip:
+            skip = False
+            continue
+        if isinstance(op, Attention) and isinstance(following, Quantize) and following.x == op.out and readers[op.out] == 1:
+            skip = True
+            yield op, following
+        else:
+            yield op, None

@@ -1,0 +1,272 @@
+"""The GPU runner: launches steps ahead of the host, and hands their tokens over when they are there.
+
+``launch`` writes one record, copies it, starts the step's graphs and asks for the sampled tokens to be copied back; it
+waits for nothing. ``Pending.result`` waits for that copy. In between, the loop has launched the next step: tokens never
+have to visit the host to be the next step's input, as ``kernels/prepare`` takes them from where the sampler left them.
+
+    host     launch n+1 | read n, stop checks, text | launch n+2 | read n+1 ...
+    device   ... step n | step n+1                  | step n+2 ...
+
+A sequence that stops in step n is in step n+1 already: that token is dropped. Its blocks may be given away at once, as
+whatever comes to lie in them is written by a later step.
+
+Scoring sequences are computed and read within ``launch``: the next step of a scoring run needs nothing from the host,
+but its logits buffer is the same one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence as Ordered
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from engines.errors import EngineError
+from engines.plan import Plan
+from engines.request import TokenLogprob
+from engines.runtime.cuda.arena import Arena
+from engines.runtime.cuda.graphs import PREFILL_ROWS, PREFILL_TOKENS, Graphs, Key, decode_sizes, smallest
+from engines.runtime.cuda.ops import Shape
+from engines.runtime.cuda.record import HostRecord, RowWriter, Slots
+from engines.runtime.cuda.steps import Steps
+from engines.runtime.scheduler import Chunk
+from engines.runtime.scores import score_rows
+from engines.runtime.sequence import Sequence
+
+Choice = tuple[Sequence, int, TokenLogprob | None]
+
+
+@dataclass(slots=True)
+class Pending:
+    """A launched step. ``result`` waits for it."""
+
+    samplers: list[Sequence | None]
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    event: torch.cuda.Event | None
+    tops: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    def result(self) -> list[Choice]:
+        """The next token of every sequence that got one. EngineError for logits that are not numbers."""
+        if self.event is not None:
+            self.event.synchronize()
+        found: list[Choice] = []
+        for index, sequence in enumerate(self.samplers):
+            if sequence is None:
+                continue
+            token = int(self.tokens[index])
+            if token < 0:
+                raise EngineError(f"sequence {sequence.number} has logits that are not finite at position "
+                                  f"{len(sequence.tokens)}", "The checkpoint's scales or weights are broken; verify it.")
+            found.append((sequence, token, self._logprob(index, token, sequence)))
+        return found
+
+    def _logprob(self, index: int, token: int, sequence: Sequence) -> TokenLogprob | None:
+        if sequence.params.logprobs is None:
+            return None
+        top: dict[int, float] = {}
+        if index in self.tops:
+            values, ids = self.tops[index]
+            top = dict(zip(ids.tolist(), values.tolist(), strict=True))
+        return TokenLogprob(token_id=token, logprob=float(self.logprobs[index]), top=top)
+
+
+class _Ring:
+    """Host buffers of steps under way: one more than can be in flight."""
+
+    def __init__(self, arena: Arena, pinned: bool, count: int) -> None:
+        samples = arena.layout.samples
+        self._records = [HostRecord(arena.layout, pinned) for _ in range(count)]
+        self._tokens = [torch.zeros(samples, dtype=torch.int32, pin_memory=pinned) for _ in range(count)]
+        self._logprobs = [torch.zeros(samples, dtype=torch.float32, pin_memory=pinned) for _ in range(count)]
+        self._events: list[torch.cuda.Event | None] = [torch.cuda.Event() if pinned else None for _ in range(count)]
+        self._at = 0
+
+    def next(self) -> tuple[HostRecord, torch.Tensor, torch.Tensor, torch.cuda.Event | None]:
+        self._at = (self._at + 1) % len(self._records)
+        event = self._events[self._at]
+        if event is not None:
+            event.synchronize()
+        return self._records[self._at], self._tokens[self._at], self._logprobs[self._at], event
+
+
+class CudaRunner:
+    """Runs chunks of one engine. One owner calls it; all device work is on ``stream``."""
+
+    #: Steps that may be launched before the oldest one is read.
+    lookahead = 1
+
+    def __init__(self, plan: Plan, arena: Arena, steps: Steps, graphs: Graphs, stream: torch.cuda.Stream | None) -> None:
+        self._plan, self._arena, self._steps, self._graphs, self._stream = plan, arena, steps, graphs, stream
+        self._slots = Slots(plan.limits.max_batch_size)
+        self._ring = _Ring(arena, stream is not None, self.lookahead + 2)
+        self._sizes = decode_sizes(plan.limits.max_batch_size)
+        self._unmasked: torch.Tensor | None = None
+        self.graph_steps = self.eager_steps = 0
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    @torch.inference_mode()
+    def launch(self, chunks: Ordered[Chunk]) -> Pending:
+        """Start a step; ``Sequence.computed`` is advanced here."""
+        with self._on_stream():
+            record, tokens, logprobs, event = self._ring.next()
+            decodes = [chunk for chunk in chunks if chunk.count == 1 and chunk.sequence.score is None]
+            others = [chunk for chunk in chunks if chunk.count > 1 or chunk.sequence.score is not None]
+            samplers = self._mixed(record, decodes, others) if others else self._decode(record, decodes)
+            pending = self._fetch([chunk.sequence if chunk else None for chunk in samplers], tokens, logprobs, event)
+            at = len(decodes)
+            for chunk in others:
+                if chunk.sequence.score is not None:
+                    self._score(chunk, at)
+                at += chunk.count
+            for chunk in chunks:
+                chunk.sequence.computed += chunk.count
+            return pending
+
+    def _decode(self, record: HostRecord, chunks: list[Chunk]) -> list[Chunk | None]:
+        """One token each; every row is sampled, and one whose prompt goes on is not read."""
+        writer = RowWriter(record, self._plan.limits.block_size)
+        self._rows(writer, chunks)
+        size = smallest(self._sizes, len(chunks))
+        assert size is not None
+        sequences = [chunk.sequence for chunk in chunks]
+        record.selected[:len(chunks)] = range(len(chunks))
+        record.write_sampling(sequences)
+        self._send(record, writer.finish(size))
+        masks = _masks(sequences)
+        key = Key("decode", size, size)
+        if masks or not self._replay(key):
+            self._steps.body(Shape(size, decodes=size))
+            self._head(size, masks)
+        return [chunk if _ends(chunk) else None for chunk in chunks]
+
+    def _mixed(self, record: HostRecord, decodes: list[Chunk], others: list[Chunk]) -> list[Chunk | None]:
+        """Prefill chunks, and decoding rows in front of them."""
+        writer = RowWriter(record, self._plan.limits.block_size)
+        self._rows(writer, decodes)
+        base = 0
+        if decodes:
+            base = next(size for size in self._sizes if size >= len(decodes) and size % 4 == 0)
+        writer.pad_to(base)
+        chunks, last = [*decodes, *others], []
+        for chunk in others:
+            self._rows(writer, [chunk])
+            last.append(writer.tokens - 1)
+        ends = [*range(len(decodes)), *last]
+        samplers = [(chunk, at) for chunk, at in zip(chunks, ends, strict=True)
+                    if _ends(chunk) and chunk.sequence.score is None]
+        sequences = [chunk.sequence for chunk, _ in samplers]
+        record.selected[:len(samplers)] = [at for _, at in samplers]
+        record.write_sampling(sequences)
+        self._body(record, writer, base, others)
+        if samplers:
+            size = smallest(self._sizes, len(samplers))
+            assert size is not None
+            masks = _masks(sequences)
+            if masks or not self._replay(Key("head", size, size)):
+                self._head(size, masks)
+        return [chunk for chunk, _ in samplers]
+
+    def _body(self, record: HostRecord, writer: RowWriter, base: int, others: list[Chunk]) -> None:
+        tokens = smallest(PREFILL_TOKENS, writer.tokens)
+        rows = smallest(PREFILL_ROWS, len(others))
+        if base == 0 and tokens is not None and rows is not None:
+            key = Key("prefill", tokens, rows)
+            if self._graphs.has(key):
+                self._send(record, writer.finish(rows))
+                self._replay(key)
+                return
+        self._send(record, writer.finish(base + len(others)))
+        self.eager_steps += 1
+        self._steps.body(Shape(writer.tokens, decodes=base, prefills=len(others),
+                               longest=max(chunk.count for chunk in others)))
+
+    def _replay(self, key: Key) -> bool:
+        if not self._graphs.replay(key):
+            return False
+        self.graph_steps += key.kind != "head"
+        return True
+
+    def _rows(self, writer: RowWriter, chunks: list[Chunk]) -> None:
+        for chunk in chunks:
+            writer.add(self._slots.of(chunk.sequence), chunk.count)
+
+    def _send(self, record: HostRecord, words: int) -> None:
+        self._arena.record.words[:words].copy_(record.words[:words], non_blocking=True)
+
+    def _head(self, size: int, masks: dict[int, list[int]]) -> None:
+        """The head without a graph: where stop tokens are masked, or where there are no graphs. Reported
+        log-probabilities are the model's own, before the mask."""
+        if not masks:
+            self._steps.head(size)
+            return
+        arena = self._arena
+
+        def mask(logits: torch.Tensor) -> None:
+            self._unmasked = logits.float()
+            if self._unmasked is logits:
+                self._unmasked = logits.clone()
+            for row, ids in masks.items():
+                logits[row, torch.tensor(ids, device=logits.device)] = -math.inf
+        self._steps.head(size, mask)
+        assert self._unmasked is not None
+        chosen = self._unmasked.gather(1, arena.sampled[:size, None].long().clamp(min=0)).squeeze(1)
+        arena.logprobs[:size] = chosen - torch.logsumexp(self._unmasked, -1)
+
+    def _fetch(self, samplers: list[Sequence | None], tokens: torch.Tensor, logprobs: torch.Tensor,
+               event: torch.cuda.Event | None) -> Pending:
+        """Ask for the sampled tokens; they are read when ``event`` has happened."""
+        count = len(samplers)
+        tops: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for index, sequence in enumerate(samplers):
+            if sequence is None:
+                continue
+            self._slots.of(sequence).sample = index
+            if sequence.params.logprobs:
+                tops[index] = self._top(index, sequence)
+        self._unmasked = None
+        if count:
+            tokens[:count].copy_(self._arena.sampled[:count], non_blocking=True)
+            logprobs[:count].copy_(self._arena.logprobs[:count], non_blocking=True)
+        if event is not None:
+            event.record()
+        return Pending(samplers, tokens.numpy(), logprobs.numpy(), event, tops)
+
+    def _top(self, index: int, sequence: Sequence) -> tuple[torch.Tensor, torch.Tensor]:
+        """The most probable tokens of a row, under the model's own distribution."""
+        row = (self._arena.logits if self._unmasked is None else self._unmasked)[index].float()
+        best = torch.topk(row, min(sequence.params.logprobs or 0, row.numel()))
+        values = best.values - torch.logsumexp(row, 0)
+        return values.to("cpu", non_blocking=True), best.indices.to("cpu", non_blocking=True)
+
+    def _score(self, chunk: Chunk, at: int) -> None:
+        """Row i of the chunk (token ``at`` + i of the step) predicts token computed + i + 1; the prompt's last row
+        predicts nothing."""
+        sequence, selected = chunk.sequence, self._arena.record.selected
+        assert sequence.score is not None
+        last = min(sequence.computed + chunk.count, len(sequence.tokens) - 1)
+        for start in range(sequence.computed, last, self._sizes[-1]):
+            stop = min(start + self._sizes[-1], last)
+            size = smallest(self._sizes, stop - start)
+            assert size is not None
+            first = at + start - sequence.computed
+            selected[:size] = torch.arange(first, first + size, device=selected.device, dtype=torch.int32).clamp(
+                max=self._arena.layout.tokens - 1)
+            logits = self._steps.head.logits(size)[:stop - start]
+            score_rows(logits, torch.tensor(sequence.tokens[start + 1:stop + 1]), sequence.score, start)
+
+
+def _ends(chunk: Chunk) -> bool:
+    """Whether the chunk reaches the end of its sequence's tokens, so that the next one is sampled."""
+    return chunk.sequence.computed + chunk.count == len(chunk.sequence.tokens)
+
+
+def _masks(sequences: list[Sequence]) -> dict[int, list[int]]:
+    """Row -> token ids that may not be sampled yet (below min_tokens nothing may stop the sequence)."""
+    return {row: sorted(sequence.stop_ids) for row, sequence in enumerate(sequences)
+            if sequence.num_generated < sequence.params.min_tokens and sequence.stop_ids}
