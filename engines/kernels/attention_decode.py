@@ -32,40 +32,25 @@ import triton
 import triton.language as tl
 
 from engines.kernels.attention_plan import Workspace
+from engines.kernels.attention_step import attention_step, normalised, query_operand, score_scale, store_rows
 from engines.kernels.attention_twin import attend_twin, gather_cache
 from engines.kernels.impl import DeviceFacts, KernelConfig
-from engines.kernels.jit import (
-    INTERPRETED,
-    ActQuant,
-    dot_operand,
-    gdc_launch,
-    gdc_wait,
-    launch_options,
-    next_pow2,
-    store_act,
-    tanh,
-)
+from engines.kernels.jit import INTERPRETED, ActQuant, gdc_launch, gdc_wait, launch_options, next_pow2
 from engines.kernels.quantize import check_act, store_act_twin
 from engines.kernels.rope_kv import check_cache
 
 
 @triton.jit
-def _store_rows(y, sequence, kv_head, row, dims, out_ptr, scales_ptr, input_scale_ptr, pre_quant_ptr, out_stride,
-                num_groups, QUERY_LEN: tl.constexpr, GQA: tl.constexpr, HEAD_DIM: tl.constexpr, QUANT: tl.constexpr,
-                GROUP: tl.constexpr) -> None:
+def _store(y, sequence, kv_head, row, dims, out_ptr, scales_ptr, input_scale_ptr, pre_quant_ptr, out_stride, num_groups,
+           QUERY_LEN: tl.constexpr, GQA: tl.constexpr, HEAD_DIM: tl.constexpr, QUANT: tl.constexpr, GROUP: tl.constexpr
+           ) -> None:
     """Store ``y`` [R, D] of rows ``row`` [R] (row = token * GQA + head in group) of a (sequence, kv head)."""
-    SIZE: tl.constexpr = y.shape[0] * y.shape[1]
-    mask = tl.reshape((row < QUERY_LEN * GQA)[:, None] & (dims < HEAD_DIM)[None, :], (SIZE,))
-    cols = tl.reshape((kv_head * GQA + row % GQA)[:, None] * HEAD_DIM + dims[None, :], (SIZE,))
-    flat = tl.reshape(y, (SIZE,))
-    if pre_quant_ptr is not None:
-        flat = flat * tl.load(pre_quant_ptr + cols, mask=mask, other=0.0).to(tl.float32)
     if QUERY_LEN == 1:
         token = sequence
     else:
-        token = tl.reshape((sequence * QUERY_LEN + row // GQA)[:, None] + dims[None, :] * 0, (SIZE,))
-    store_act(flat, 0.0, token, cols, mask, out_ptr, out_stride, scales_ptr, num_groups, input_scale_ptr, QUANT, GROUP,
-              SIZE)
+        token = (sequence * QUERY_LEN + row // GQA)[:, None]
+    store_rows(y, token, kv_head * GQA + row % GQA, row < QUERY_LEN * GQA, dims, out_ptr, scales_ptr, input_scale_ptr,
+               pre_quant_ptr, out_stride, num_groups, HEAD_DIM, QUANT, GROUP)
 
 
 @triton.jit
@@ -73,37 +58,43 @@ def _merge(first, splits, sequence, kv_head, row, dims, acc_ptr, stats_ptr, v_sc
            input_scale_ptr, pre_quant_ptr, out_stride, num_groups, num_kv_heads, QUERY_LEN: tl.constexpr,
            GQA: tl.constexpr, HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr, QUANT: tl.constexpr, GROUP: tl.constexpr
            ) -> None:
-    """Add the partials of rows ``row`` [R] over items first .. first + splits, CHUNK items at a time, and store."""
+    """Add the partials of rows ``row`` [R] over items first .. first + splits, and store.
+
+    First all maxima and sums at once; with the final maximum known the accumulators are one chain of multiply-adds
+    whose loads, CHUNK at a time, wait for nothing and cross no threads.
+    """
     LIVE: tl.constexpr = QUERY_LEN * GQA
     top = tl.full((row.shape[0],), float("-inf"), tl.float32)
     total = tl.zeros((row.shape[0],), tl.float32)
-    acc = tl.zeros((row.shape[0], dims.shape[0]), tl.float32)
-    for start in range(0, splits, CHUNK):
-        split = start + tl.arange(0, CHUNK)
+    for start in range(0, splits, 32):
+        split = start + tl.arange(0, 32)
         slot = ((first + split).to(tl.int64)[:, None] * num_kv_heads + kv_head) * LIVE + row[None, :]
         live = (split < splits)[:, None] & (row < LIVE)[None, :]
-        part = tl.load(acc_ptr + slot[:, :, None] * HEAD_DIM + dims[None, None, :],
-                       mask=live[:, :, None] & (dims < HEAD_DIM)[None, None, :], other=0.0, cache_modifier=".cg")
         m = tl.load(stats_ptr + slot * 2, mask=live, other=float("-inf"), cache_modifier=".cg")
         part_l = tl.load(stats_ptr + slot * 2 + 1, mask=live, other=0.0, cache_modifier=".cg")
         new_top = tl.maximum(top, tl.max(m, 0))
         safe = tl.where(new_top == float("-inf"), 0.0, new_top)
-        old = tl.exp2(top - safe)
-        weight = tl.exp2(m - safe[None, :])
-        total = total * old + tl.sum(weight * part_l, 0)
-        acc = acc * old[:, None] + tl.sum(weight[:, :, None] * part, 0)
+        total = total * tl.exp2(top - safe) + tl.sum(tl.exp2(m - safe[None, :]) * part_l, 0)
         top = new_top
-    scale = 1.0 / tl.where(total > 0.0, total, 1.0)
-    if v_scale_ptr is not None:
-        scale = scale * tl.load(v_scale_ptr)
-    _store_rows(acc * scale[:, None], sequence, kv_head, row, dims, out_ptr, scales_ptr, input_scale_ptr, pre_quant_ptr,
-                out_stride, num_groups, QUERY_LEN, GQA, HEAD_DIM, QUANT, GROUP)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    acc = tl.zeros((row.shape[0], dims.shape[0]), tl.float32)
+    for start in range(0, splits, CHUNK):
+        for i in tl.static_range(CHUNK):
+            live = (row < LIVE) & (start + i < splits)
+            slot = (tl.cast(first + start + i, tl.int64) * num_kv_heads + kv_head) * LIVE + row
+            m = tl.load(stats_ptr + slot * 2, mask=live, other=float("-inf"), cache_modifier=".cg")
+            part = tl.load(acc_ptr + slot[:, None] * HEAD_DIM + dims[None, :],
+                           mask=live[:, None] & (dims < HEAD_DIM)[None, :], other=0.0, cache_modifier=".cg")
+            acc += tl.exp2(m - top)[:, None] * part
+    _store(normalised(acc, total, v_scale_ptr), sequence, kv_head, row, dims, out_ptr, scales_ptr, input_scale_ptr,
+           pre_quant_ptr, out_stride, num_groups, QUERY_LEN, GQA, HEAD_DIM, QUANT, GROUP)
 
 
-@triton.jit
-def merge_kernel(plan_ptr, acc_ptr, stats_ptr, v_scale_ptr, out_ptr, scales_ptr, input_scale_ptr, pre_quant_ptr, capacity,
-                 out_stride, num_groups, num_kv_heads, QUERY_LEN: tl.constexpr, GQA: tl.constexpr, HEAD_DIM: tl.constexpr,
-                 BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, QUANT: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr
+@triton.jit(do_not_specialize=["capacity"])
+def merge_kernel(plan_ptr, acc_ptr, stats_ptr, v_scale_ptr, out_ptr, scales_ptr, input_scale_ptr, pre_quant_ptr,
+                 capacity, out_stride, num_groups, num_kv_heads, QUERY_LEN: tl.constexpr, GQA: tl.constexpr,
+                 HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
+                 QUANT: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr
                  ) -> None:
     """One program a (row of a kv head, kv head, sequence); those of one item have nothing to do."""
     kv_head = tl.program_id(1)
@@ -116,55 +107,14 @@ def merge_kernel(plan_ptr, acc_ptr, stats_ptr, v_scale_ptr, out_ptr, scales_ptr,
     if splits > 1:
         row = tl.program_id(0) + tl.arange(0, 1)
         _merge(first, splits, sequence, kv_head, row, tl.arange(0, BLOCK_D), acc_ptr, stats_ptr, v_scale_ptr, out_ptr,
-               scales_ptr, input_scale_ptr, pre_quant_ptr, out_stride, num_groups, num_kv_heads, QUERY_LEN, GQA, HEAD_DIM,
-               CHUNK, QUANT, GROUP)
+               scales_ptr, input_scale_ptr, pre_quant_ptr, out_stride, num_groups, num_kv_heads, QUERY_LEN, GQA,
+               HEAD_DIM, CHUNK, QUANT, GROUP)
 
 
-@triton.jit
-def _attend(q, begin, end, last_key, table_ptr, k_ptr, v_ptr, kv_head, num_kv_heads, dims, qk_scale,
-            QUERY_LEN: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
-            WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr):
-    """Online softmax of q [R, D] over keys begin .. end; returns (m, l, acc). ``last_key`` [R] is each row's own key."""
-    m = tl.full((q.shape[0],), float("-inf"), tl.float32)
-    total = tl.zeros((q.shape[0],), tl.float32)
-    acc = tl.zeros((q.shape[0], q.shape[1]), tl.float32)
-    for start in tl.range(begin, end, TILE):
-        key = start + tl.arange(0, TILE)
-        inside = key < end
-        block = tl.load(table_ptr + key // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-        offset = (block * num_kv_heads + kv_head) * (BLOCK_SIZE * HEAD_DIM) + (key % BLOCK_SIZE) * HEAD_DIM
-        if q.shape[1] == HEAD_DIM:
-            k = tl.load(k_ptr + offset[None, :] + dims[:, None], mask=inside[None, :], other=0.0)
-            v = tl.load(v_ptr + offset[:, None] + dims[None, :], mask=inside[:, None], other=0.0)
-        else:
-            k = tl.load(k_ptr + offset[None, :] + dims[:, None], mask=inside[None, :] & (dims < HEAD_DIM)[:, None],
-                        other=0.0)
-            v = tl.load(v_ptr + offset[:, None] + dims[None, :], mask=inside[:, None] & (dims < HEAD_DIM)[None, :],
-                        other=0.0)
-        s = tl.dot(q, dot_operand(k, EXACT)) * qk_scale
-        if SOFTCAP > 0:
-            s = (SOFTCAP * 1.4426950408889634) * tanh(s)
-        seen = inside[None, :]
-        if QUERY_LEN > 1:
-            seen = seen & (key[None, :] <= last_key[:, None])
-        if WINDOW > 0:
-            seen = seen & (key[None, :] > last_key[:, None] - WINDOW)
-        s = tl.where(seen, s, float("-inf"))
-        m_new = tl.maximum(m, tl.max(s, 1))
-        safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-        p = tl.exp2(s - safe[:, None])
-        old = tl.exp2(m - safe)
-        total = total * old + tl.sum(p, 1)
-        v = dot_operand(v, EXACT)
-        acc = tl.dot(p.to(v.dtype), v, acc * old[:, None])
-        m = m_new
-    return m, total, acc
-
-
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["table_ptr"])
 def decode_kernel(q_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, acc_ptr, stats_ptr, counter_ptr, k_scale_ptr, v_scale_ptr,
-                  out_ptr, scales_ptr, input_scale_ptr, pre_quant_ptr, sm_scale, capacity, table_stride, out_stride,
-                  num_groups, num_kv_heads, QUERY_LEN: tl.constexpr, GQA: tl.constexpr, HEAD_DIM: tl.constexpr,
+                  out_ptr, scales_ptr, input_scale_ptr, pre_quant_ptr, sm_scale, table_stride, out_stride, num_groups,
+                  num_kv_heads, QUERY_LEN: tl.constexpr, GQA: tl.constexpr, HEAD_DIM: tl.constexpr,
                   BLOCK_D: tl.constexpr, ROWS: tl.constexpr, LIVE2: tl.constexpr, BLOCK_SIZE: tl.constexpr,
                   TILE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MERGE: tl.constexpr,
                   CHUNK: tl.constexpr, QUANT: tl.constexpr, GROUP: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr
@@ -189,23 +139,20 @@ def decode_kernel(q_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, acc_ptr, stats_ptr, 
         token = sequence.to(tl.int64) * QUERY_LEN + row // GQA
         q = tl.load(q_ptr + ((token * num_kv_heads + kv_head) * GQA + row % GQA)[:, None] * HEAD_DIM + dims[None, :],
                     mask=(row < LIVE)[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
-        qk_scale = sm_scale
-        if k_ptr.dtype.element_ty == tl.float8e4nv or k_ptr.dtype.element_ty == tl.int8:
-            qk_scale = sm_scale * tl.load(k_scale_ptr)
-            q = tl.minimum(tl.maximum(q.to(tl.float32), -65504.0), 65504.0).to(tl.float16)
-        if SOFTCAP == 0:
-            qk_scale = qk_scale * 1.4426950408889634
-        else:
-            qk_scale = qk_scale / SOFTCAP
-        m, total, acc = _attend(dot_operand(q, EXACT), begin, end, seq_len - QUERY_LEN + row // GQA,
-                                table_ptr + sequence.to(tl.int64) * table_stride, k_ptr, v_ptr, kv_head, num_kv_heads,
-                                dims, qk_scale, QUERY_LEN, HEAD_DIM, BLOCK_SIZE, TILE, WINDOW, SOFTCAP, EXACT)
+        q = query_operand(q, k_ptr, EXACT)
+        scale = score_scale(sm_scale, k_ptr, k_scale_ptr, SOFTCAP)
+        last_key = seq_len - QUERY_LEN + row // GQA
+        table = table_ptr + sequence.to(tl.int64) * table_stride
+        m = tl.full((ROWS,), float("-inf"), tl.float32)
+        total = tl.zeros((ROWS,), tl.float32)
+        acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
+        for start in tl.range(begin, end, TILE):
+            m, total, acc = attention_step(q, m, total, acc, start, end, last_key, table, k_ptr, v_ptr, kv_head,
+                                           num_kv_heads, 0, dims, scale, HEAD_DIM, BLOCK_SIZE, TILE, True,
+                                           QUERY_LEN > 1, WINDOW, SOFTCAP, EXACT)
         if splits == 1:
-            scale = 1.0 / tl.where(total > 0.0, total, 1.0)
-            if v_scale_ptr is not None:
-                scale = scale * tl.load(v_scale_ptr)
-            _store_rows(acc * scale[:, None], sequence, kv_head, row, dims, out_ptr, scales_ptr, input_scale_ptr,
-                        pre_quant_ptr, out_stride, num_groups, QUERY_LEN, GQA, HEAD_DIM, QUANT, GROUP)
+            _store(normalised(acc, total, v_scale_ptr), sequence, kv_head, row, dims, out_ptr, scales_ptr,
+                   input_scale_ptr, pre_quant_ptr, out_stride, num_groups, QUERY_LEN, GQA, HEAD_DIM, QUANT, GROUP)
         else:
             slot = (item.to(tl.int64) * num_kv_heads + kv_head) * LIVE + row
             tl.store(acc_ptr + slot[:, None] * HEAD_DIM + dims[None, :], acc,
@@ -225,19 +172,17 @@ def decode_kernel(q_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, acc_ptr, stats_ptr, 
 def candidates(head_dim: int, block_size: int, kv_bytes: int, device: DeviceFacts, *,
                deterministic: bool = False) -> Sequence[KernelConfig]:
     """Tiles and split rules to try; the first is the default. ``kv_bytes``: of one cache element."""
-    pdl = device.capability >= 90
+    if block_size != next_pow2(block_size):
+        raise ValueError(f"block_size must be a power of two, found {block_size}")
     sms = max(1, device.num_sms)
-    tiles = ((64, 4, 3), (64, 4, 2), (128, 4, 2), (32, 2, 4), (64, 2, 3)) if kv_bytes * head_dim <= 256 else (
-        (32, 4, 2), (32, 4, 3), (64, 4, 2))
+    rules = [(512, 0, 0), (256, 0, 0)] if deterministic else [(0, 2 * sms, 128), (0, 4 * sms, 128), (0, 4 * sms, 256)]
     found = []
-    for tile, warps, stages in tiles:
-        if stages * 2 * tile * head_dim * kv_bytes > device.shared_bytes:
+    for tile, warps, stages in ((128, 4, 3), (64, 4, 3), (32, 2, 4), (32, 4, 2)):
+        if (stages - 1) * 2 * tile * next_pow2(head_dim) * kv_bytes > device.shared_bytes * 3 // 4:
             continue
-        for merge in (1, 0):
-            rules = [(512, 0, 0), (256, 0, 0)] if deterministic else [
-                (0, 2 * sms, 256), (0, 4 * sms, 256), (0, 3 * sms, 128)]
-            found += [KernelConfig.of("split", TILE=tile, SPLIT=split, TARGET=target, MIN_SPLIT=least, MERGE=merge,
-                                      num_warps=warps, num_stages=stages, pdl=pdl) for split, target, least in rules]
+        for merge, (split, target, least) in [(m, r) for r in rules for m in (1, 0)]:
+            found.append(KernelConfig.of("split", TILE=tile, SPLIT=split, TARGET=target, MIN_SPLIT=least, MERGE=merge,
+                                         num_warps=warps, num_stages=stages, pdl=device.capability >= 90))
     return found
 
 
@@ -255,8 +200,9 @@ def _check(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_
     if quant.per_token:
         raise ValueError(f"{quant.name} needs the whole row: store bf16 here and use quantize.launch")
     if group and (head_dim % group or query_len != 1 or head_dim != next_pow2(head_dim)):
-        raise ValueError(f"INT8_GROUP here needs groups that divide a power-of-two head_dim and query_len 1, found group "
-                         f"{group}, head_dim {head_dim}, query_len {query_len}: store bf16 and use quantize.launch")
+        raise ValueError("INT8_GROUP here needs groups that divide a power-of-two head_dim and query_len 1, found "
+                         f"group {group}, head_dim {head_dim}, query_len {query_len}: store bf16, then "
+                         "quantize.launch")
     return num_heads, num_kv_heads, block_size, head_dim
 
 
@@ -282,15 +228,15 @@ def launch(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_
               "GROUP": group}
     decode_kernel[(num_kv_heads, work.capacity)](
         q, k_cache, v_cache, block_table, work.plan, work.acc, work.stats, work.counters, k_scale, v_scale, out, scales,
-        input_scale, pre_quant_scale, sm_scale, work.capacity, block_table.stride(0), out.stride(0), num_groups,
+        input_scale, pre_quant_scale, sm_scale, block_table.stride(0), out.stride(0), num_groups,
         num_kv_heads, ROWS=max(16, next_pow2(live)), LIVE2=next_pow2(live), BLOCK_SIZE=block_size, TILE=config["TILE"],
         WINDOW=work.window, SOFTCAP=softcap, MERGE=config["MERGE"], EXACT=INTERPRETED,
         CHUNK=max(1, min(16, 8192 // (next_pow2(live) * block_d))), **common, **options)
     if not config["MERGE"]:
-        options["num_stages"] = 1
+        options["num_stages"] = options["num_warps"] = 1
         merge_kernel[(live, num_kv_heads, work.batch)](
             work.plan, work.acc, work.stats, v_scale, out, scales, input_scale, pre_quant_scale, work.capacity,
-            out.stride(0), num_groups, num_kv_heads, CHUNK=max(1, 4096 // block_d), **common, **options)
+            out.stride(0), num_groups, num_kv_heads, CHUNK=16, **common, **options)
     return out
 
 

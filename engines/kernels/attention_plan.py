@@ -1,8 +1,9 @@
 """The work list of decode attention: contexts cut into items of near-equal length, on the device, once a step.
 
-A (sequence, kv head) pair alone fills a chip only at large batch; splitting every context into a fixed count wastes it at
-small batch or with mixed lengths (engines that switch by batch size fall off a cliff there). So ``plan_kernel`` reads
-``seq_lens`` and writes a list of items, for all layers of the step: no host sync, so the step can be a CUDA graph.
+A (sequence, kv head) pair alone fills a chip only at large batch; splitting every context into a fixed count wastes it
+at small batch or with mixed lengths (engines that switch by batch size fall off a cliff there). So ``plan_kernel``
+reads ``seq_lens`` and writes a list of items, for all layers of the step: no host sync, so the step can be a CUDA
+graph.
 
 * balanced (``SPLIT`` = 0): about ``TARGET`` programs' worth of items, dealt by length, none under ``MIN_SPLIT`` tokens;
 * fixed (``SPLIT`` > 0 tokens): item boundaries depend on the sequence alone, so a row's bits do not depend on its batch
@@ -11,8 +12,8 @@ small batch or with mixed lengths (engines that switch by batch size fall off a 
     plan   int32 [1 + capacity + batch, 8]: row 0 = (items, ...), rows 1.. = (sequence, begin, end, seq_len, split,
            splits), rows 1 + capacity.. = (first item, splits) of each sequence
 
-Balanced item count: floor(tiles * target / total tiles) each, at least 1, so at most target + batch in all: the capacity
-is known beforehand. seq_len 0 (a padded row) is one empty item, whose output is zeros.
+Balanced item count: floor(tiles * target / total tiles) each, at least 1, so at most target + batch in all: the
+capacity is known beforehand. seq_len 0 (a padded row) is one empty item, whose output is zeros.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def _split_tiles(tiles, total, target, TILE: tl.constexpr, MIN_SPLIT: tl.constex
     return tl.maximum(r, 1)
 
 
-@triton.jit(do_not_specialize=["batch", "target", "capacity"])
+@triton.jit(do_not_specialize=["batch", "target", "capacity"], do_not_specialize_on_alignment=["seq_lens_ptr"])
 def plan_kernel(seq_lens_ptr, plan_ptr, batch, target, capacity, CHUNK: tl.constexpr, TILE: tl.constexpr,
                 MIN_SPLIT: tl.constexpr, SPLIT: tl.constexpr, QUERY_LEN: tl.constexpr, WINDOW: tl.constexpr,
                 PDL: tl.constexpr) -> None:

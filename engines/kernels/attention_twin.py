@@ -19,7 +19,7 @@ def gather_cache(k_cache: torch.Tensor, v_cache: torch.Tensor, blocks: torch.Ten
 
 def attend_twin(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float, softcap: float, window: int
                 ) -> torch.Tensor:
-    """Causal attention of the last len(q) tokens: q [t, heads, d], k and v [n, kv heads, d] -> [t, heads, d], float32."""
+    """Causal attention of the last t tokens, float32: q [t, heads, d], k and v [n, kv heads, d] -> [t, heads, d]."""
     repeat = q.shape[1] // k.shape[1]
     scores = torch.einsum("thd,nhd->htn", q, k.repeat_interleave(repeat, 1)) * sm_scale
     if softcap:

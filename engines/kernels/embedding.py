@@ -19,7 +19,7 @@ from engines.kernels.impl import DeviceFacts, KernelConfig
 from engines.kernels.jit import gdc_launch, gdc_wait, launch_options, next_pow2
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["ids_ptr"])
 def embedding_kernel(ids_ptr, table_ptr, out_ptr, table_stride, out_stride, first_row, num_rows, n, scale,
                      BLOCK: tl.constexpr, PDL: tl.constexpr) -> None:
     """One program a token."""

@@ -8,6 +8,9 @@ Rules they carry:
   ``gdc_launch`` says "start them now", ``gdc_wait`` says "from here on I read what kernels before me wrote". The wait
   covers *all* earlier kernels, as each of them waited too. Only constants (weights, tables) may be read before it, and
   nothing may be written before it. Both vanish when ``PDL`` is False (and must be False in the interpreter).
+* **No compile after the build**: numbers that change from step to step (batch, capacity, strides of tables) and
+pointers
+  that may be slices (seq_lens, tables, positions) are never specialised; model constants are, as alignment needs it.
 * **Quantized activations** always carry the scale that *multiplies* the code: ``value = code * scale``.
 
   ==============  ===============================  ==========================
@@ -189,7 +192,7 @@ def store_act(y, amax, row, cols, mask, out_ptr, out_stride, scales_ptr, num_gro
 @triton.jit
 def dot_operand(x, EXACT: tl.constexpr) -> tl.tensor:
     """A loaded tile as tl.dot takes it: 8-bit KV codes become fp16 (e4m3 and int8 fit exactly, and fp8's hardware
-    conversion goes there), 16-bit stays. EXACT (the interpreter, where bf16 dots are wrong) makes everything float32."""
+    conversion goes there), 16-bit stays. EXACT (the interpreter, where bf16 dots are wrong): all float32."""
     if EXACT:
         r = x.to(tl.float32)
     elif x.dtype == tl.float8e4nv or x.dtype == tl.int8:

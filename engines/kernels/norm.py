@@ -30,7 +30,7 @@ from engines.kernels.jit import ActQuant, gdc_launch, gdc_wait, launch_options, 
 from engines.kernels.quantize import check_act, store_act_twin
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows_ptr"])
 def norm_kernel(x_ptr, residual_ptr, residual_out_ptr, rows_ptr, weight_ptr, pre_quant_ptr, out_ptr, scales_ptr,
                 input_scale_ptr, x_stride, residual_stride, residual_out_stride, out_stride, num_groups, n, eps,
                 QUANT: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr) -> None:

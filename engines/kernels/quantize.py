@@ -1,9 +1,9 @@
 """Activation quantization: the host side that norm, silu_mul and attention share, and the pass that does only that.
 
 Most activations are quantized in the epilogue of the kernel that makes them (``jit.store_act``). What is left for a
-pass of its own is an attention output quantized per token: its heads are made by different programs, so no program sees
-the whole row. The pass reads a row once [n] (optionally times ``pre_quant_scale`` [n]), finds its amax and writes codes and
-scale: one program a row, 2 n bytes read, n written; at one token its time is launch latency.
+pass of its own is an attention output quantized per token: its heads are made by different programs, none of which sees
+the whole row. The pass reads a row once [n] (optionally times ``pre_quant_scale`` [n]), finds its amax and writes
+codes and scale: one program a row, 2 n bytes read, n written; at one token its time is launch latency.
 
 Modes and scale conventions: ``jit`` module docstring. Group codes lie in plain row order, group scales as [m, n/group].
 """

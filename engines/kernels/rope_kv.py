@@ -2,8 +2,8 @@
 
     qkv row t:  [ q heads x head_dim | k heads x head_dim | v heads x head_dim ]  (+ bias)
 
-Per head, in float32: add ``bias``; for q and k heads the optional RMSNorm over head_dim (Qwen3's qk-norm) and RoPE; then
-q goes to ``q_out`` [t, q heads, head_dim] contiguous and k, v into the cache at ``slot_mapping[t]``.
+Per head, in float32: add ``bias``; for q and k heads the optional RMSNorm over head_dim (Qwen3's qk-norm) and RoPE;
+then q goes to ``q_out`` [t, q heads, head_dim] contiguous and k, v into the cache at ``slot_mapping[t]``.
 
 **RoPE** in the half-split ("neox", Hugging Face) form over the first ``rotary_dim`` of head_dim, pairs (i, i + half):
 
@@ -70,26 +70,32 @@ def _load_part(x_ptr, bias_ptr, weight_q_ptr, weight_k_ptr, offsets, dims, is_q,
 
 
 @triton.jit
-def _store_part(y, heads, dims, token, slot, mask, q_ptr, k_ptr, v_ptr, k_inverse, v_inverse, num_heads, num_kv_heads,
-                head_dim, block_size) -> None:
+def _store_part(y, heads, dims, token, slot, mask, q_ptr, k_ptr, v_ptr, k_out_ptr, v_out_ptr, k_inverse, v_inverse,
+                num_heads, num_kv_heads, head_dim, block_size) -> None:
     """Send a [HEADS, dims] part to q, K or V by its head number."""
     q_base = q_ptr + tl.cast(token, tl.int64) * num_heads * head_dim
     tl.store(q_base + heads * head_dim + dims, y.to(q_ptr.dtype.element_ty), mask=mask & (heads < num_heads))
+    k_head = heads - num_heads
+    v_head = k_head - num_kv_heads
+    if k_out_ptr is not None:
+        base = tl.cast(token, tl.int64) * num_kv_heads * head_dim + dims
+        tl.store(k_out_ptr + base + k_head * head_dim, y.to(k_out_ptr.dtype.element_ty),
+                 mask=mask & (k_head >= 0) & (v_head < 0))
+        tl.store(v_out_ptr + base + v_head * head_dim, y.to(v_out_ptr.dtype.element_ty), mask=mask & (v_head >= 0))
     kept = mask & (slot >= 0)
     run = (slot // block_size) * num_kv_heads
     inside = (slot % block_size) * head_dim + dims
-    k_head = heads - num_heads
-    v_head = k_head - num_kv_heads
     tl.store(k_ptr + (run + k_head) * block_size * head_dim + inside, _to_cache(y, k_inverse, k_ptr.dtype.element_ty),
              mask=kept & (k_head >= 0) & (v_head < 0))
     tl.store(v_ptr + (run + v_head) * block_size * head_dim + inside, _to_cache(y, v_inverse, v_ptr.dtype.element_ty),
              mask=kept & (v_head >= 0))
 
 
-@triton.jit
-def rope_kv_kernel(qkv_ptr, bias_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, positions_ptr, slots_ptr, q_ptr, k_ptr, v_ptr,
-                   k_scale_ptr, v_scale_ptr, qkv_stride, num_heads, num_kv_heads, head_dim, rotary_half, block_size, eps,
-                   HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, PDL: tl.constexpr) -> None:
+@triton.jit(do_not_specialize_on_alignment=["positions_ptr", "slots_ptr"])
+def rope_kv_kernel(qkv_ptr, bias_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, positions_ptr, slots_ptr, q_ptr, k_ptr,
+                   v_ptr, k_out_ptr, v_out_ptr, k_scale_ptr, v_scale_ptr, qkv_stride, num_heads, num_kv_heads,
+                   head_dim, rotary_half, block_size, eps, HEADS: tl.constexpr, HALF: tl.constexpr,
+                   REST: tl.constexpr, PDL: tl.constexpr) -> None:
     """One program a token and HEADS heads. HALF >= rotary_dim / 2, REST >= head_dim - rotary_dim (0: none)."""
     token = tl.program_id(0)
     heads = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
@@ -108,7 +114,8 @@ def rope_kv_kernel(qkv_ptr, bias_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, posit
     row = qkv_ptr + tl.cast(token, tl.int64) * qkv_stride
     offsets = heads * head_dim + dims
     low, low_weight = _load_part(row, bias_ptr, q_norm_ptr, k_norm_ptr, offsets, dims, is_q, mask)
-    high, high_weight = _load_part(row, bias_ptr, q_norm_ptr, k_norm_ptr, offsets + rotary_half, dims + rotary_half, is_q,
+    high, high_weight = _load_part(row, bias_ptr, q_norm_ptr, k_norm_ptr, offsets + rotary_half, dims + rotary_half,
+                                   is_q,
                                    mask)
     slot = tl.load(slots_ptr + token).to(tl.int64)
     table = cos_sin_ptr + tl.load(positions_ptr + token).to(tl.int64) * (2 * rotary_half) + dims
@@ -129,20 +136,23 @@ def rope_kv_kernel(qkv_ptr, bias_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, posit
         high = tl.where(rotated, high * rstd * high_weight, high)
         if REST > 0:
             rest = tl.where(rotated, rest * rstd * rest_weight, rest)
-    _store_part(low * cos - high * sin, heads, dims, token, slot, mask, q_ptr, k_ptr, v_ptr, k_inverse, v_inverse,
-                num_heads, num_kv_heads, head_dim, block_size)
-    _store_part(high * cos + low * sin, heads, dims + rotary_half, token, slot, mask, q_ptr, k_ptr, v_ptr, k_inverse,
-                v_inverse, num_heads, num_kv_heads, head_dim, block_size)
+    _store_part(low * cos - high * sin, heads, dims, token, slot, mask, q_ptr, k_ptr, v_ptr, k_out_ptr, v_out_ptr,
+                k_inverse, v_inverse, num_heads, num_kv_heads, head_dim, block_size)
+    _store_part(high * cos + low * sin, heads, dims + rotary_half, token, slot, mask, q_ptr, k_ptr, v_ptr, k_out_ptr,
+                v_out_ptr, k_inverse, v_inverse, num_heads, num_kv_heads, head_dim, block_size)
     if REST > 0:
-        _store_part(rest, heads, tail, token, slot, tail_mask, q_ptr, k_ptr, v_ptr, k_inverse, v_inverse, num_heads,
-                    num_kv_heads, head_dim, block_size)
+        _store_part(rest, heads, tail, token, slot, tail_mask, q_ptr, k_ptr, v_ptr, k_out_ptr, v_out_ptr, k_inverse,
+                    v_inverse, num_heads, num_kv_heads, head_dim, block_size)
 
 
-def candidates(num_heads: int, num_kv_heads: int, device: DeviceFacts) -> Sequence[KernelConfig]:
-    """Heads a program to try; the first (one head, one warp) is the decode default, larger ones suit prefill."""
+def candidates(num_heads: int, num_kv_heads: int, device: DeviceFacts, tokens: int = 1) -> Sequence[KernelConfig]:
+    """Heads a program to try for about ``tokens`` tokens; the first is the default: many heads once tokens are many."""
     pdl = device.capability >= 90
-    return [KernelConfig.of("heads", HEADS=h, num_warps=w, pdl=pdl)
-            for h, w in ((1, 1), (2, 1), (4, 1), (8, 2), (16, 4)) if h < 2 * (num_heads + 2 * num_kv_heads)]
+    sizes = ((2, 1), (4, 1), (8, 2), (16, 4))
+    if tokens >= 16:
+        sizes = sizes[::-1]
+    return [KernelConfig.of("heads", HEADS=h, num_warps=w, pdl=pdl) for h, w in sizes
+            if h < 2 * (num_heads + 2 * num_kv_heads)]
 
 
 def check_cache(k_cache: torch.Tensor, v_cache: torch.Tensor, k_scale: torch.Tensor | None,
@@ -155,41 +165,55 @@ def check_cache(k_cache: torch.Tensor, v_cache: torch.Tensor, k_scale: torch.Ten
         raise ValueError("KV caches must be contiguous")
     coded = k_cache.dtype in (torch.float8_e4m3fn, torch.int8)
     if coded != (k_scale is not None) or coded != (v_scale is not None):
-        raise ValueError(f"k_scale and v_scale belong to fp8 and int8 caches, and to them alone; cache is {k_cache.dtype}")
+        raise ValueError(f"k_scale and v_scale belong to fp8 and int8 caches, and to them alone; found {k_cache.dtype}")
     return k_cache.shape[1], k_cache.shape[2], k_cache.shape[3]
 
 
 def _check(qkv: torch.Tensor, cos_sin: torch.Tensor, q_out: torch.Tensor, num_kv_heads: int, head_dim: int,
            q_norm: torch.Tensor | None, k_norm: torch.Tensor | None) -> tuple[int, int, int]:
     tokens, num_heads, q_dim = q_out.shape
-    if qkv.shape != (tokens, (num_heads + 2 * num_kv_heads) * head_dim) or q_dim != head_dim or not q_out.is_contiguous():
-        raise ValueError(f"qkv {tuple(qkv.shape)}, q_out {tuple(q_out.shape)} and {num_kv_heads} kv heads of {head_dim} "
-                         "do not fit")
+    width = (num_heads + 2 * num_kv_heads) * head_dim
+    if qkv.shape != (tokens, width) or q_dim != head_dim or not q_out.is_contiguous():
+        raise ValueError(f"qkv {tuple(qkv.shape)}, q_out {tuple(q_out.shape)} and {num_kv_heads} kv heads of "
+                         f"{head_dim} do not fit")
     rotary_dim = cos_sin.shape[1]
     if rotary_dim % 2 or rotary_dim > head_dim or cos_sin.dtype != torch.float32 or not cos_sin.is_contiguous():
-        raise ValueError(f"cos_sin must be contiguous float32 [max_pos, even <= {head_dim}], found {tuple(cos_sin.shape)}")
+        raise ValueError(f"cos_sin must be contiguous float32 [max_pos, even <= {head_dim}], found "
+                         f"{tuple(cos_sin.shape)}")
     if (q_norm is None) != (k_norm is None):
         raise ValueError("q_norm and k_norm come together")
     return tokens, num_heads, rotary_dim
 
 
+def _check_rows(k_out: torch.Tensor | None, v_out: torch.Tensor | None, shape: tuple[int, int, int]) -> None:
+    for rows in (k_out, v_out):
+        if (k_out is None) != (v_out is None) or (rows is not None and (rows.shape != shape
+                                                                        or not rows.is_contiguous())):
+            raise ValueError(f"k_out and v_out come together, contiguous {shape}, found "
+                             f"{None if rows is None else tuple(rows.shape)}")
+
+
 def launch(qkv: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor,
            q_out: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, config: KernelConfig, *,
            bias: torch.Tensor | None = None, q_norm: torch.Tensor | None = None, k_norm: torch.Tensor | None = None,
-           eps: float = 1e-6, k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None) -> None:
+           eps: float = 1e-6, k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None,
+           k_out: torch.Tensor | None = None, v_out: torch.Tensor | None = None) -> None:
     """Fill ``q_out`` [t, q heads, head_dim] and the caches at ``slot_mapping`` [t] (int32 or int64, -1 = skip).
 
-    ``qkv`` [t, (q heads + 2 kv heads) * head_dim]; ``positions`` [t] index ``cos_sin``. Graph safe.
+    ``qkv`` [t, (q heads + 2 kv heads) * head_dim]; ``positions`` [t] index ``cos_sin``. ``k_out`` and ``v_out`` [t, kv
+    heads, head_dim], both or neither, also get the rows (for prefill attention without a cached prefix). Graph safe.
     """
     num_kv_heads, block_size, head_dim = check_cache(k_cache, v_cache, k_scale, v_scale)
     tokens, num_heads, rotary_dim = _check(qkv, cos_sin, q_out, num_kv_heads, head_dim, q_norm, k_norm)
+    _check_rows(k_out, v_out, (tokens, num_kv_heads, head_dim))
     if tokens == 0:
         return
     rest = head_dim - rotary_dim
     rope_kv_kernel[(tokens, triton.cdiv(num_heads + 2 * num_kv_heads, config["HEADS"]))](
-        qkv, bias, q_norm, k_norm, cos_sin, positions, slot_mapping, q_out, k_cache, v_cache, k_scale, v_scale,
-        qkv.stride(0), num_heads, num_kv_heads, head_dim, rotary_dim // 2, block_size, eps, HEADS=config["HEADS"],
-        HALF=next_pow2(rotary_dim // 2), REST=next_pow2(rest) if rest else 0, **launch_options(config))
+        qkv, bias, q_norm, k_norm, cos_sin, positions, slot_mapping, q_out, k_cache, v_cache, k_out, v_out, k_scale,
+        v_scale, qkv.stride(0), num_heads, num_kv_heads, head_dim, rotary_dim // 2, block_size, eps,
+        HEADS=config["HEADS"], HALF=next_pow2(rotary_dim // 2), REST=next_pow2(rest) if rest else 0,
+        **launch_options(config))
 
 
 def cache_codes(x: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
@@ -205,10 +229,12 @@ def cache_codes(x: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype)
 def twin(qkv: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor,
          q_out: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, config: KernelConfig | None = None, *,
          bias: torch.Tensor | None = None, q_norm: torch.Tensor | None = None, k_norm: torch.Tensor | None = None,
-         eps: float = 1e-6, k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None) -> None:
+         eps: float = 1e-6, k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None,
+           k_out: torch.Tensor | None = None, v_out: torch.Tensor | None = None) -> None:
     """The same in plain torch, float32 inside."""
     num_kv_heads, block_size, head_dim = check_cache(k_cache, v_cache, k_scale, v_scale)
     tokens, num_heads, rotary_dim = _check(qkv, cos_sin, q_out, num_kv_heads, head_dim, q_norm, k_norm)
+    _check_rows(k_out, v_out, (tokens, num_kv_heads, head_dim))
     wide = qkv.float() if bias is None else qkv.float() + bias.float()
     heads = wide.reshape(tokens, num_heads + 2 * num_kv_heads, head_dim)
     q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], 1)
@@ -222,6 +248,9 @@ def twin(qkv: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor, slot
         return torch.cat([low * cos - high * sin, high * cos + low * sin, rest], -1)
 
     q_out.copy_(turn(q))
+    if k_out is not None and v_out is not None:
+        k_out.copy_(turn(k))
+        v_out.copy_(v)
     kept = slot_mapping >= 0
     slot = slot_mapping[kept].long()
     k_cache[slot // block_size, :, slot % block_size] = cache_codes(turn(k)[kept], k_scale, k_cache.dtype)

@@ -12,19 +12,20 @@ not depend on its batch mates, on the batch's size or on earlier draws.
 
 Each rule keeps an upper set {x >= threshold}. That is why no sort is needed:
 
-**Draw first, ask after.** argmax(x_i / T - log q_i) with q_i ~ Exp(1) is a draw from softmax(x / T) (the Gumbel trick in
-its exponential form, which keeps full resolution in the tail that wins). Pass 1 draws from the whole vocabulary while it
-finds maxima and sums. Pass 2 counts the tokens above the drawn one and their mass; if they show that it is outside a
-rule's set, it draws again, with fresh noise, among the tokens *strictly above* it: still a superset of the kept set, so
-the accepted draw has exactly the kept distribution. A draw is accepted with probability >= top_p, so rounds are few.
-Only when top-k and top-p are both on, the k-th largest logit is searched first (bisection between actual elements).
+**Draw first, ask after.** argmax(x_i / T - log q_i) with q_i ~ Exp(1) is a draw from softmax(x / T) (the Gumbel trick
+in its exponential form, which keeps full resolution in the tail that wins). Pass 1 draws from the whole vocabulary
+while it finds maxima and sums. Pass 2 counts the tokens above the drawn one and their mass; if they show that it is
+outside a rule's set, it draws again, with fresh noise, among the tokens *strictly above* it: still a superset of the
+kept set, so the accepted draw has exactly the kept distribution. A draw is accepted with probability >= top_p, so
+rounds are few. Only when top-k and top-p are both on, the k-th largest logit is searched first (bisection between
+actual elements).
 
-**Two kernels.** ``partial_kernel``: [rows, parts] programs, PART logits each -> per part (max, min, sum at T = 1, sum at
-T, best score, its index). ``choose_kernel``: one program a row merges them; greedy and unrestricted rows are done.
+**Two kernels.** ``partial_kernel``: [rows, parts] programs, PART logits each -> per part (max, min, sum at T = 1, sum
+at T, best score, its index). ``choose_kernel``: one program a row merges them; greedy and unrestricted rows are done.
 Restricted rows re-read only parts whose max is above the drawn logit: usually a few.
 
-Greedy ties go to the lowest index. ``logprob`` is log softmax(x)[token] of the logits as given, at T = 1 before any rule
-(OpenAI's meaning). Penalties and masks are another kernel's job, added to the logits before (-inf = banned). A row
+Greedy ties go to the lowest index. ``logprob`` is log softmax(x)[token] of the logits as given, at T = 1 before any
+rule (OpenAI's meaning). Penalties and masks are another kernel's job, added to the logits before (-inf = banned). A row
 without a finite maximum (NaN, +inf, or all banned) gives token -1 and logprob NaN: a fault the caller sees.
 """
 
@@ -62,7 +63,7 @@ def _best(score, index):
     return top, tl.min(tl.where(score == top, index, _NO_INDEX), 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperature_ptr", "seeds_ptr", "positions_ptr"])
 def partial_kernel(logits_ptr, temperature_ptr, seeds_ptr, positions_ptr, stats_ptr, index_ptr, stride, vocab, parts,
                    PART: tl.constexpr, PDL: tl.constexpr) -> None:
     """One program a (row, part)."""
@@ -153,11 +154,12 @@ def _round(base, stats, drawn, floor, largest, temperature, seed, position, turn
             fresh = tl.where(above & (x >= floor), x / temperature - tl.log(noise), float("-inf"))
             where = tl.where(fresh > score, index, where)
             score = tl.maximum(score, fresh)
-    top, winner = _best(score, where)
+    _, winner = _best(score, where)
     return tl.sum(count, 0), tl.sum(mass, 0), winner
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperature_ptr", "top_k_ptr", "top_p_ptr", "min_p_ptr", "seeds_ptr",
+                                            "positions_ptr", "token_ptr", "logprob_ptr"])
 def choose_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seeds_ptr, positions_ptr, stats_ptr,
                   index_ptr, token_ptr, logprob_ptr, stride, vocab, parts, PART: tl.constexpr, PARTS: tl.constexpr,
                   PDL: tl.constexpr) -> None:
@@ -181,7 +183,7 @@ def choose_kernel(logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, 
     largest = tl.max(maxima, 0)
     some = maxima > float("-inf")
     total = tl.sum(tl.where(some, totals * tl.exp(maxima - largest), totals * 0.0), 0)
-    best, token = _best(scores, winners)
+    _, token = _best(scores, winners)
     sound = (total > 0.0) & (largest < float("inf"))
     limited = ((top_k > 0) & (top_k < vocab)) | (top_p < 1.0) | (min_p > 0.0)
     if sound & limited & (temperature > 0.0):

@@ -12,11 +12,11 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-from collections.abc import Callable  # noqa: E402  (the switch above must come first)
+from collections.abc import Callable
 
-import pytest  # noqa: E402
+import pytest
 
-from engines.kernels.impl import DeviceFacts  # noqa: E402
+from engines.kernels.impl import DeviceFacts
 
 
 @pytest.fixture(scope="session")
@@ -31,7 +31,8 @@ def facts() -> DeviceFacts:
     if not torch.cuda.is_available():
         return DeviceFacts("interpreter", 0, 4, 232448, 1 << 20)
     found = torch.cuda.get_device_properties(0)
-    return DeviceFacts(found.name, found.major * 10 + found.minor, found.multi_processor_count, 232448, found.L2_cache_size)
+    return DeviceFacts(found.name, found.major * 10 + found.minor, found.multi_processor_count, 232448,
+                       found.L2_cache_size)
 
 
 @pytest.fixture(scope="session")

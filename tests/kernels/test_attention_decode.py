@@ -11,6 +11,7 @@ from engines.kernels.jit import ActQuant
 
 BALANCED = KernelConfig.of("split", TILE=16, SPLIT=0, TARGET=12, MIN_SPLIT=16, MERGE=1)
 SEPARATE = KernelConfig.of("split", TILE=16, SPLIT=0, TARGET=12, MIN_SPLIT=32, MERGE=0)
+WIDE = KernelConfig.of("split", TILE=32, SPLIT=0, TARGET=12, MIN_SPLIT=32, MERGE=1)  # a tile over several blocks
 FIXED = KernelConfig.of("split", TILE=16, SPLIT=32, TARGET=0, MIN_SPLIT=0, MERGE=1)
 
 
@@ -38,11 +39,13 @@ def problem(lens, heads, kv_heads, head_dim, block, dtype, device, query_len=1):
     return q, *caches, table.to(device), {"k_scale": scale, "v_scale": scale}
 
 
-def run_both(lens, heads, kv_heads, head_dim, block, dtype, device, config, *, query_len=1, window=0, quant=ActQuant.NONE,
+def run_both(lens, heads, kv_heads, head_dim, block, dtype, device, config, *, query_len=1, window=0,
+             quant=ActQuant.NONE,
              group=0, **keys):
     q, k, v, table, scales_kv = problem(lens, heads, kv_heads, head_dim, block, dtype, device, query_len)
     seq_lens = torch.tensor(lens, dtype=torch.int32, device=device)
-    work = attention_plan.workspace(len(lens), max(lens), heads, kv_heads, head_dim, config, device, query_len=query_len,
+    work = attention_plan.workspace(len(lens), max(lens), heads, kv_heads, head_dim, config, device,
+                                    query_len=query_len,
                                     window=window)
     work.acc.fill_(float("nan"))
     attention_plan.make_plan(seq_lens, work, kv_heads, config)
@@ -67,7 +70,8 @@ def run_both(lens, heads, kv_heads, head_dim, block, dtype, device, config, *, q
     return results[0], results[1], work
 
 
-@pytest.mark.parametrize("config", [BALANCED, SEPARATE, FIXED], ids=["balanced", "separate", "fixed"])
+@pytest.mark.parametrize("config", [BALANCED, SEPARATE, WIDE, FIXED],
+                         ids=["balanced", "separate", "wide", "fixed"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int8])
 def test_mixed_lengths(device, judge, config, dtype):
     found, wanted, work = run_both([1, 0, 90, 17], 8, 2, 64, 16, dtype, device, config)
@@ -76,7 +80,9 @@ def test_mixed_lengths(device, judge, config, dtype):
     assert int(work.plan[0, 0]) > 4, "nothing was split: the case tests less than it says"
 
 
-@pytest.mark.parametrize("heads,kv_heads,head_dim,block", [(1, 1, 64, 16), (3, 1, 96, 16), (10, 2, 128, 32), (8, 1, 256, 16),
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "block"), [
+    (1, 1, 64, 16), (3, 1, 96, 16), (10, 2, 128, 32), (8, 1,
+                                                                                                              256, 16),
                                                            (17, 1, 64, 64), (9, 3, 80, 16)])
 def test_shapes(device, judge, heads, kv_heads, head_dim, block):
     found, wanted, _ = run_both([5, 70], heads, kv_heads, head_dim, block, torch.bfloat16, device, BALANCED)
@@ -85,7 +91,7 @@ def test_shapes(device, judge, heads, kv_heads, head_dim, block):
 
 @pytest.mark.parametrize("config", [BALANCED, FIXED], ids=["balanced", "fixed"])
 @pytest.mark.parametrize("query_len", [1, 3])
-@pytest.mark.parametrize("window,softcap", [(0, 20.0), (24, 0.0), (1, 5.0)])
+@pytest.mark.parametrize(("window", "softcap"), [(0, 20.0), (24, 0.0), (1, 5.0)])
 def test_window_softcap_and_several_queries(device, judge, config, query_len, window, softcap):
     found, wanted, _ = run_both([60, 3, 0], 4, 2, 64, 16, torch.bfloat16, device, config, query_len=query_len,
                                 window=window, softcap=softcap)
@@ -93,7 +99,8 @@ def test_window_softcap_and_several_queries(device, judge, config, query_len, wi
 
 
 @pytest.mark.parametrize("config", [BALANCED, SEPARATE], ids=["balanced", "separate"])
-@pytest.mark.parametrize("quant,group", [(ActQuant.FP8_STATIC, 0), (ActQuant.INT8_GROUP, 64), (ActQuant.INT8_GROUP, 32)])
+@pytest.mark.parametrize(("quant", "group"), [(ActQuant.FP8_STATIC, 0), (ActQuant.INT8_GROUP, 64), (ActQuant.INT8_GROUP,
+                                                                                               32)])
 def test_quantized_output(device, judge, config, quant, group):
     keys = {"input_scale": torch.tensor(0.01, device=device)} if quant is ActQuant.FP8_STATIC else {}
     pre = torch.rand(6 * 64, device=device) + 0.5
@@ -139,7 +146,7 @@ def test_misfits_are_errors(device):
     q, k, v, table, _ = problem([5], 2, 1, 64, 16, torch.bfloat16, device)
     work = attention_plan.workspace(1, 16, 2, 1, 64, BALANCED, device)
     out = torch.empty(1, 128, device=device)
-    with pytest.raises(ValueError, match="quantize.launch"):
+    with pytest.raises(ValueError, match=r"quantize\.launch"):
         attention_decode.launch(q, k, v, table, work, out, BALANCED, sm_scale=1.0, quant=ActQuant.INT8_TOKEN)
     with pytest.raises(ValueError, match="seq_lens"):
         attention_plan.make_plan(torch.tensor([5], device=device), work, 1, BALANCED)

@@ -8,7 +8,8 @@ import torch
 from engines.kernels import embedding
 
 
-@pytest.mark.parametrize("tokens,n,scale,first,dtype", [(1, 64, 1.0, 0, torch.int32), (5, 96, 9.8, 0, torch.int64),
+@pytest.mark.parametrize(("tokens", "n", "scale", "first", "dtype"), [
+    (1, 64, 1.0, 0, torch.int32), (5, 96, 9.8, 0, torch.int64),
                                                         (0, 64, 1.0, 0, torch.int32), (7, 576, 1.0, 20, torch.int64)])
 def test_gather(device, facts, tokens, n, scale, first, dtype):
     torch.manual_seed(tokens)

@@ -26,8 +26,9 @@ def targets(m, n, quant, group, device):
     return out, scales, input_scale
 
 
-@pytest.mark.parametrize("quant,group", MODES)
-@pytest.mark.parametrize("m,n,residual,pre", [(1, 64, True, False), (3, 576, True, True), (5, 96, False, True),
+@pytest.mark.parametrize(("quant", "group"), MODES)
+@pytest.mark.parametrize(("m", "n", "residual", "pre"), [
+    (1, 64, True, False), (3, 576, True, True), (5, 96, False, True),
                                               (0, 64, True, False), (2, 1024, False, False)])
 def test_modes(device, facts, judge, quant, group, m, n, residual, pre):
     torch.manual_seed(m * 1000 + n)
@@ -77,27 +78,29 @@ def test_final_norm_gathers_rows(device, facts, judge):
 
 def test_zero_row_has_a_finite_scale(device, facts):
     out, scales, _ = targets(1, 64, ActQuant.INT8_TOKEN, 0, device)
-    quantize.launch(torch.zeros(1, 64, device=device), out, quantize.candidates(64, facts)[0], quant=ActQuant.INT8_TOKEN,
+    quantize.launch(torch.zeros(1, 64, device=device), out, quantize.candidates(64, facts)[0],
+                    quant=ActQuant.INT8_TOKEN,
                     scales=scales)
     assert out.eq(0).all()
     assert 0 < float(scales[0]) < 1e-10
 
 
-@pytest.mark.parametrize("quant,group", [mode for mode in MODES if mode[0] is not ActQuant.NONE])
+@pytest.mark.parametrize(("quant", "group"), [mode for mode in MODES if mode[0] is not ActQuant.NONE])
 def test_quantize_alone(device, facts, judge, quant, group):
     torch.manual_seed(2)
     x = torch.randn(3, 160, device=device).bfloat16()
     results = []
     for run in (quantize.launch, quantize.twin):
         out, scales, input_scale = targets(3, 160, quant, group, device)
-        run(x, out, quantize.candidates(160, facts)[0], quant=quant, group=group, scales=scales, input_scale=input_scale,
+        run(x, out, quantize.candidates(160, facts)[0], quant=quant, group=group, scales=scales,
+            input_scale=input_scale,
             pre_quant_scale=torch.full((160,), 0.5, device=device))
         results.append(quantize.dequantize(out, quant, input_scale, scales))
     judge(results[0], results[1], *TOLERANCE[quant])
     judge(results[0], x.float() / 2, 0.3 if "FP8" in quant.name else 6e-2, 4e-2)
 
 
-@pytest.mark.parametrize("change,text", [
+@pytest.mark.parametrize(("change", "text"), [
     ({"scales": None}, "scales"), ({"quant": ActQuant.NONE, "scales": None}, "found out of"),
     ({"input_scale": torch.ones(())}, "input_scale"), ({"group": 32}, "group")])
 def test_misfits_are_errors(device, facts, change, text):

@@ -30,7 +30,7 @@ CASES = [  # tokens, heads, kv heads, head_dim, rotary_dim, block_size, bias, qk
 ]
 
 
-@pytest.mark.parametrize("tokens,heads,kv_heads,head_dim,rotary,block,bias,norm,dtype", CASES)
+@pytest.mark.parametrize(("tokens", "heads", "kv_heads", "head_dim", "rotary", "block", "bias", "norm", "dtype"), CASES)
 def test_cases(device, facts, judge, tokens, heads, kv_heads, head_dim, rotary, block, bias, norm, dtype):
     torch.manual_seed(tokens * 100 + head_dim)
     width = (heads + 2 * kv_heads) * head_dim
@@ -47,9 +47,13 @@ def test_cases(device, facts, judge, tokens, heads, kv_heads, head_dim, rotary, 
     results = []
     for run in (rope_kv.launch, rope_kv.twin):
         q = torch.full((tokens, heads, head_dim), float("nan"), device=device).bfloat16()
+        rows = [torch.full((tokens, kv_heads, head_dim), float("nan"), device=device).bfloat16() for _ in range(2)]
         caches = [torch.full((4, kv_heads, block, head_dim), 77.0, device=device).to(dtype) for _ in range(2)]
-        config = rope_kv.candidates(heads, kv_heads, facts)[0 if tokens == 1 else -1]
-        run(qkv, table(rotary, 40, device), positions, slots, q, *caches, config, **keys)
+        config = rope_kv.candidates(heads, kv_heads, facts, tokens)[0]
+        run(qkv, table(rotary, 40, device), positions, slots, q, *caches, config, **keys,
+            k_out=rows[0] if coded else None, v_out=rows[1] if coded else None)
+        if coded:
+            q = torch.cat([q, *rows], 1)
         results.append((q, *caches))
     judge(results[0][0], results[1][0], 6e-2, 6e-3)
     for found, wanted in zip(results[0][1:], results[1][1:], strict=True):
@@ -60,7 +64,7 @@ def test_cases(device, facts, judge, tokens, heads, kv_heads, head_dim, rotary, 
         rest = torch.ones(4 * block, dtype=torch.bool)
         rest[list(touched)] = False
         flat = found.float().transpose(1, 2).reshape(4 * block, -1).cpu()
-        assert flat[rest].eq(77.0 if dtype != torch.float8_e4m3fn else 80.0).all(), "a slot that is not ours was written"
+        assert flat[rest].eq(77.0 if dtype != torch.float8_e4m3fn else 80.0).all(), "a foreign slot was written"
 
 
 def test_scales_belong_to_coded_caches(device, facts):

@@ -10,11 +10,11 @@ from engines.kernels.jit import ActQuant
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
-@pytest.mark.parametrize("quant,group,dtype", [
+@pytest.mark.parametrize(("quant", "group", "dtype"), [
     (ActQuant.NONE, 0, torch.bfloat16), (ActQuant.FP8_STATIC, 0, torch.float8_e4m3fn),
     (ActQuant.FP8_TOKEN, 0, torch.float8_e4m3fn), (ActQuant.INT8_TOKEN, 0, torch.int8),
     (ActQuant.INT8_GROUP, 32, torch.int8)])
-@pytest.mark.parametrize("m,inter", [(1, 96), (3, 1536), (0, 64), (2, 704)])
+@pytest.mark.parametrize(("m", "inter"), [(1, 96), (3, 1536), (0, 64), (2, 704)])
 def test_modes(device, facts, judge, activation, quant, group, dtype, m, inter):
     torch.manual_seed(inter)
     x = torch.randn(m, 2 * inter, device=device).bfloat16()

@@ -1,0 +1,82 @@
+"""The hot small kernels compile for every target without spills, with the instructions they were written for."""
+
+from __future__ import annotations
+
+import pytest
+
+from engines.kernels import attention_decode, attention_prefill, norm, rope_kv, sample, silu_mul
+from engines.kernels.offline import CompileJob, compile_jobs
+
+POINTERS = {"q_ptr": "*bf16", "table_ptr": "*i32", "plan_ptr": "*i32", "acc_ptr": "*fp32", "stats_ptr": "*fp32",
+            "counter_ptr": "*i32", "cu_q_ptr": "*i32", "seq_lens_ptr": "*i32", "k_scale_ptr": "*fp32",
+            "v_scale_ptr": "*fp32", "x_ptr": "*bf16", "residual_ptr": "*bf16", "residual_out_ptr": "*bf16",
+            "weight_ptr": "*bf16", "scales_ptr": "*fp32", "input_scale_ptr": "*fp32", "qkv_ptr": "*bf16",
+            "cos_sin_ptr": "*fp32", "positions_ptr": "*i64", "slots_ptr": "*i32", "logits_ptr": "*bf16",
+            "temperature_ptr": "*fp32", "top_k_ptr": "*i32", "top_p_ptr": "*fp32", "min_p_ptr": "*fp32",
+            "seeds_ptr": "*i64", "index_ptr": "*i32", "token_ptr": "*i64", "logprob_ptr": "*fp32", "sm_scale": "fp32",
+            "eps": "fp32"}
+
+
+def job(kernel, capability, constexprs, *, num_warps=4, num_stages=1, **types):
+    """A job whose unnamed pointers have their usual types and whose unnamed numbers are aligned int32."""
+    constexprs = constexprs | {"PDL": capability >= 90}
+    names = [n for n in kernel.arg_names if n not in constexprs]
+    signature = {n: types.get(n, POINTERS.get(n, "i32")) for n in names}
+    aligned = [n for n in names if n.endswith("stride") and n != "table_stride"]
+    return CompileJob.of(kernel, signature, constexprs, capability=capability, aligned=aligned, num_warps=num_warps,
+                         num_stages=num_stages, pdl=capability >= 90)
+
+
+HEAD = {"GQA": 4, "HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_SIZE": 16, "TILE": 64, "WINDOW": 0, "SOFTCAP": 0.0,
+        "QUANT": 0,
+        "EXACT": False, "pre_quant_ptr": None, "input_scale_ptr": None}
+DECODE = HEAD | {"QUERY_LEN": 1, "ROWS": 16, "LIVE2": 4, "MERGE": 1, "CHUNK": 16, "GROUP": 0, "scales_ptr": None}
+UNSCALED = {"k_scale_ptr": None, "v_scale_ptr": None}
+ROW = {"pre_quant_ptr": None, "rows_ptr": None, "BLOCK": 4096}
+JOBS = {
+    "decode bf16": job(attention_decode.decode_kernel, 90, DECODE | UNSCALED, num_stages=3, k_ptr="*bf16",
+                       v_ptr="*bf16",
+                       out_ptr="*bf16"),
+    "decode bf16 sm_80": job(attention_decode.decode_kernel, 80, DECODE | UNSCALED, num_stages=3, k_ptr="*bf16",
+                             v_ptr="*bf16", out_ptr="*bf16"),
+    "decode fp8": job(attention_decode.decode_kernel, 90, DECODE, num_stages=3, k_ptr="*fp8e4nv", v_ptr="*fp8e4nv",
+                      out_ptr="*bf16"),
+    "prefill bf16": job(attention_prefill.prefill_kernel, 90, HEAD | UNSCALED | {"ROWS": 128}, num_warps=8,
+                        num_stages=3,
+                        k_ptr="*bf16", v_ptr="*bf16", out_ptr="*bf16"),
+    "norm int8 group": job(norm.norm_kernel, 100, ROW | {"QUANT": 4, "GROUP": 128, "input_scale_ptr": None},
+                           num_warps=16,
+                           out_ptr="*i8"),
+    "norm fp8 sm_89": job(norm.norm_kernel, 89, ROW | {"QUANT": 1, "GROUP": 0, "scales_ptr": None}, num_warps=16,
+                          out_ptr="*fp8e4nv"),
+    "silu int8 token": job(silu_mul.silu_mul_kernel, 90, {"pre_quant_ptr": None, "input_scale_ptr": None, "ACT": 0,
+                                                          "QUANT": 3, "GROUP": 0, "BLOCK": 16384}, num_warps=16,
+                           out_ptr="*i8"),
+    "rope fp8 cache": job(rope_kv.rope_kv_kernel, 90, {"bias_ptr": None, "q_norm_ptr": None, "k_norm_ptr": None,
+                                                       "HEADS": 1,
+                                                       "HALF": 64, "REST": 0}, num_warps=1, k_ptr="*fp8e4nv",
+                          v_ptr="*fp8e4nv"),
+    "sample partial": job(sample.partial_kernel, 90, {"PART": 8192}, num_warps=8),
+    "sample choose": job(sample.choose_kernel, 90, {"PART": 8192, "PARTS": 16}, num_warps=16),
+}
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    return dict(zip(JOBS, compile_jobs(list(JOBS.values())), strict=True))
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_no_spills(compiled, name):
+    facts = compiled[name]
+    assert not isinstance(facts, str), facts
+    assert facts.spills == 0
+    assert facts.stack == 0
+    assert bool(facts.count("ACQBULK")) == (facts.capability >= 90)
+
+
+def test_instructions(compiled):
+    assert compiled["decode bf16"].count("LDGSTS.E.BYPASS.128") >= 16, "KV tiles must travel in 16-byte copies"
+    assert compiled["decode fp8"].count("LDGSTS.E.BYPASS.128") >= 8
+    assert compiled["prefill bf16"].count("HGMMA") >= 16, "Hopper's prefill must use the warpgroup matrix unit"
+    assert compiled["norm int8 group"].count("LDG.E.128") >= 2
