@@ -65,6 +65,7 @@ class _CompileOnly:
 def _compile(job: tuple[str, int, int, KernelConfig]) -> str:
     """Compile one candidate by a warm-up launch on small CPU tensors (only k and the group are in the code)."""
     name, m, k, config = job
+    torch.set_num_threads(1)
     if not isinstance(getattr(driver, "_active", None), _CompileOnly):
         driver.set_active(_CompileOnly())
         run = JITFunction.run
@@ -92,9 +93,16 @@ def _compile(job: tuple[str, int, int, KernelConfig]) -> str:
 
 def precompile(jobs: list[tuple[str, int, int, KernelConfig]]) -> None:
     began = time.monotonic()
+    answers: list[str] = []
     with multiprocessing.get_context("fork").Pool(os.cpu_count()) as pool:
-        failures = [text for text in pool.map(_compile, jobs, chunksize=1) if text]
-    say(f"compiled {len(jobs)} variants in {time.monotonic() - began:.1f} s, {len(failures)} failed")
+        arriving = pool.imap_unordered(_compile, jobs)
+        try:
+            while len(answers) < len(jobs):
+                answers.append(arriving.next(timeout=45))
+        except multiprocessing.TimeoutError:
+            say("the compile pool hangs; the rest is compiled when first used")
+    failures = [text for text in answers if text]
+    say(f"compiled {len(answers)}/{len(jobs)} variants in {time.monotonic() - began:.1f} s, {len(failures)} failed")
     for text in failures[:10]:
         say("  FAILED", text)
 
@@ -224,13 +232,14 @@ def _facts() -> DeviceFacts:
 def extra(impl: str, m: int, facts: DeviceFacts, grid_tiles: int) -> list[KernelConfig]:
     """Wider search than the candidates, for a new device or a changed kernel (``--wide``)."""
     tiles = 1 if m <= 8 else 2 if m <= 16 else 4
-    rows = [(w, rt, per_sm) for w in (2, 4, 8, 16) for rt in (1, 2) for per_sm in (0, 1, 2, 3, 4, 6)]
+    rows = [(w, u, rt, per_sm) for w in (2, 4, 8, 16) for u in (2, 4) for rt in (1, 2) for per_sm in (0, 1, 2)]
     found = []
-    for warps, rt, per_sm in rows:
+    for warps, unit, rt, per_sm in rows:
         if m <= 32 and rt * tiles <= 4 and per_sm * facts.num_sms * rt < grid_tiles and per_sm * warps <= 32:
             for pdl in (True, False) if per_sm == 0 and rt == 1 and m == 1 else (True,):
-                found.append(KernelConfig.of("mma", num_warps=warps, pdl=pdl, RT=rt, NT=tiles,
-                                             PROGRAMS=per_sm * facts.num_sms, BLOCK_K=4 * GROUP * warps, SPLIT_K=1))
+                found += [KernelConfig.of("mma", num_warps=warps, pdl=pdl, UNIT=unit, RT=rt, NT=tiles, SPLIT_K=1,
+                                          STAGED=staged, PROGRAMS=per_sm * facts.num_sms, BLOCK_K=unit * GROUP * warps)
+                          for staged in ((1,) if m == 1 else (0, 8) if m <= 8 else (0,))]
     return found
 
 

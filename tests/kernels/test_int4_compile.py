@@ -12,7 +12,7 @@ from engines.kernels.offline import CompileJob, KernelFacts, compile_jobs
 
 
 def mma_job(capability: int, *, a8: bool, warps: int = 8, **meta: Any) -> CompileJob:
-    constants: dict[str, Any] = {"K": 4096, "GROUP": 128, "RT": 1, "NT": 1, "FP16": False, "SCALE": 1, "LOOP": False,
+    constants: dict[str, Any] = {"K": 4096, "GROUP": 128, "RT": 1, "NT": 1, "FP16": False, "SCALE": 1, "LOOP": False, "UNIT": 4, "STAGED": 1 if meta.get("NT", 1) == 1 else 0,
                                  "HAS_BIAS": False, **meta, "A8": a8, "NUM_WARPS": warps, "PDL": capability >= 90}
     x = "i8" if a8 else "fp16" if constants["FP16"] else "bf16"
     types = {"x_ptr": f"*{x}", "xs_ptr": "*fp32", "w_ptr": "*i32", "s_ptr": "*fp16", "bias_ptr": "*bf16",

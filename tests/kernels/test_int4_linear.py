@@ -227,11 +227,11 @@ def test_unsupported_shapes_say_why():
 @pytest.mark.parametrize("name", list(IMPLS))
 @pytest.mark.parametrize("case", [*WEIGHTS, (256, 4096, 128), (48, 14336, 128)])
 def test_mma_agrees_with_the_twin(case, name):
-    for m in (1, 3, 8, 9, 16, 25, 32):
-        tiles = 1 if m <= 8 else 2 if m <= 16 else 4
-        for warps, rows, programs in ((1, 1, 0), (4, 2, 0), (8, 1, 2), (8, 1, 0)):
-            config = KernelConfig.of("mma", num_warps=warps, RT=rows, NT=tiles, PROGRAMS=programs, BLOCK_K=0, SPLIT_K=1)
-            run(name, config, case, m, torch.float16 if m == 3 else torch.bfloat16, exact=m != 9, bias=m == 16)
+    for m, warps, unit, rows, programs, staged in ((1, 8, 2, 1, 0, 1), (3, 4, 4, 2, 0, 8), (8, 8, 2, 1, 2, 0),
+                                                   (16, 4, 2, 2, 0, 0), (25, 1, 4, 1, 0, 0)):
+        config = KernelConfig.of("mma", num_warps=warps, UNIT=unit, RT=rows, NT=1 if m <= 8 else 2 if m <= 16 else 4,
+                                 STAGED=staged, PROGRAMS=programs, BLOCK_K=0, SPLIT_K=1)
+        run(name, config, case, m, torch.float16 if m == 3 else torch.bfloat16, exact=m != 8, bias=m == 16)
 
 
 @pytest.mark.gpu
@@ -244,7 +244,8 @@ def test_mma_rows_do_not_depend_on_their_batch_mates(name):
     rows = {}
     for m in (1, 5, 8, 16, 32):
         tiles = 1 if m <= 8 else 2 if m <= 16 else 4
-        config = KernelConfig.of("mma", num_warps=8, RT=1, NT=tiles, PROGRAMS=0, BLOCK_K=0, SPLIT_K=1)
+        config = KernelConfig.of("mma", num_warps=8, RT=1, NT=tiles, PROGRAMS=0, UNIT=2,
+                                 STAGED=1 if m == 1 else 8 if m <= 8 else 0, BLOCK_K=0, SPLIT_K=1)
         out = torch.empty(m, n, dtype=torch.bfloat16, device=DEVICE)
         scale = None if x_scale is None else x_scale[:m].contiguous().to(DEVICE)
         rows[m] = impl.launch(x[:m].contiguous().to(DEVICE), packed, config, out, x_scale=scale)[0]

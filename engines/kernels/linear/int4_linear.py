@@ -18,7 +18,6 @@ from engines.kernels.jit import launch_options, next_pow2
 from engines.kernels.linear.int4_dot import dot_workspace, launch_int4_dot
 from engines.kernels.linear.int4_layout import (
     GROUPS,
-    RUN,
     Geometry,
     Int4WeightError,
     Order,
@@ -117,21 +116,22 @@ def check_shapes(name: str, x: torch.Tensor, packed: Packed, out: torch.Tensor) 
         raise ValueError(f"{name}: out is {out.dtype}, expected bfloat16 or float16")
 
 
-def mma_configs(shape: LinearShape, choices: Sequence[tuple[int, int, int]], device: DeviceFacts, *,
+def mma_configs(shape: LinearShape, choices: Sequence[tuple[int, int, int, int]], device: DeviceFacts, *,
                 pdl: bool) -> list[KernelConfig]:
-    """``mma`` configurations from (warps, RT, programs per multiprocessor or 0: one a tile) that fit the shape."""
+    """``mma`` configurations from (warps, UNIT, RT, programs per multiprocessor; 0: one a tile) that fit."""
     if shape.m > MAX_TOKENS or device.capability < 80:
         return []
     geometry = Geometry(shape.n, shape.k, shape.group)
     token_tiles = 1 if shape.m <= 8 else 2 if shape.m <= 16 else 4
     configs = []
-    for warps, row_tiles, per_sm in choices:
+    for warps, unit, row_tiles, per_sm in choices:
         grid = triton.cdiv(geometry.tiles, row_tiles)
         programs = min(grid, per_sm * device.num_sms)
-        if (warps > 1 and warps // 2 >= geometry.runs) or (per_sm and programs == grid):
+        if (warps > 1 and warps // 2 >= geometry.groups // unit) or (per_sm and programs == grid):
             continue  # idle warps, or a loop of one turn
-        configs.append(KernelConfig.of("mma", num_warps=warps, pdl=pdl, RT=row_tiles, NT=token_tiles, PROGRAMS=programs,
-                                       BLOCK_K=RUN * shape.group * warps, SPLIT_K=1))
+        staged = 1 if shape.m == 1 else 8 if shape.m <= 8 else 0
+        configs.append(KernelConfig.of("mma", num_warps=warps, pdl=pdl, UNIT=unit, RT=row_tiles, NT=token_tiles,
+                                       STAGED=staged, PROGRAMS=programs, BLOCK_K=unit * shape.group * warps, SPLIT_K=1))
     return configs
 
 
@@ -162,15 +162,15 @@ def unpack_config(shape: LinearShape, pdl: bool) -> KernelConfig:
 
 def _launch_mma(x: torch.Tensor, packed: Packed, config: KernelConfig, out: torch.Tensor,
                 x_scale: torch.Tensor | None) -> None:
-    """``config.meta``: RT, NT, PROGRAMS (0: one a tile)."""
-    m = out.shape[0]
-    if m > 8 * config["NT"]:
-        raise ValueError(f"{m} tokens do not fit {config['NT']} tiles of 8")
+    """``config.meta``: UNIT, RT, NT, STAGED, PROGRAMS (0: one a tile)."""
+    m, staged = out.shape[0], config["STAGED"]
+    if m > 8 * config["NT"] or 0 < staged < m:
+        raise ValueError(f"{m} tokens do not fit NT={config['NT']} tiles of 8, STAGED={staged}")
     words, scales = packed.tensors["words"], packed.tensors["scales"]
     bias = packed.tensors.get("bias")
     programs = config["PROGRAMS"] or triton.cdiv(words.shape[0], config["RT"])
     int4_mma[(programs,)](x, scales if x_scale is None else x_scale, words, scales, scales if bias is None else bias,
                           out, m, packed.n, programs, K=packed.k, GROUP=packed.group, NUM_WARPS=config.num_warps,
-                          RT=config["RT"], NT=config["NT"], A8=x.dtype == torch.int8, FP16=x.dtype == torch.float16,
+                          UNIT=config["UNIT"], STAGED=staged, RT=config["RT"], NT=config["NT"], A8=x.dtype == torch.int8, FP16=x.dtype == torch.float16,
                           SCALE=_SCALE_KIND[scales.dtype], LOOP=config["PROGRAMS"] > 0, HAS_BIAS=bias is not None,
                           **launch_options(config))

@@ -19,10 +19,12 @@ from engines.kernels.impl import KernelConfig, LinearShape, Packed
 from engines.kernels.jit import gdc_launch, gdc_wait, launch_options
 from engines.kernels.linear.int4_dot import load_scales, load_weights
 from engines.kernels.linear.int4_layout import scales_per_load
+from engines.kernels.linear.split_k import TICKETS
 
 __all__ = ["launch_int4_mm", "mm_workspace"]
 
 _ALIGN = 256
+_BEGIN = 4 * TICKETS  # the workspace may be shared with split-K kernels, whose tickets must stay zero
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -59,9 +61,9 @@ def int8_group_unpack(x_ptr, xs_ptr, out_ptr, count, GROUP: tl.constexpr, BLOCK:
 
 
 def mm_workspace(shape: LinearShape, a8: bool) -> int:
-    """Bytes of the 16-bit scratch: the weight, and for A8 the activations behind it."""
+    """Bytes of the 16-bit scratch: split-K's tickets stay untouched, then the weight, and for A8 the activations."""
     weight = -(-2 * shape.n * shape.k // _ALIGN) * _ALIGN
-    return weight + (2 * shape.m * shape.k if a8 else 0)
+    return _BEGIN + weight + (2 * shape.m * shape.k if a8 else 0)
 
 
 def launch_int4_mm(x: torch.Tensor, packed: Packed, config: KernelConfig, out: torch.Tensor, *,
@@ -73,7 +75,7 @@ def launch_int4_mm(x: torch.Tensor, packed: Packed, config: KernelConfig, out: t
         have = 0 if workspace is None else workspace.nbytes
         raise ValueError(f"the workspace has {have} bytes, this launch needs {needed}")
     raw = workspace.view(-1).view(torch.uint8)
-    weight = raw[: 2 * n * k].view(out.dtype).view(n, k)
+    weight = raw[_BEGIN: _BEGIN + 2 * n * k].view(out.dtype).view(n, k)
     words, scales = packed.tensors["words"], packed.tensors["scales"]
     a8 = x_scale is not None
     block_n, block_k = config["BLOCK_N"], config["BLOCK_K"]

@@ -14,7 +14,7 @@ Here the weights already lie in register order (``int4_layout``), so nothing is 
 The instruction's third side is 8 tokens wide: one token costs what eight do, and column t of the result never sees
 another column. So a row's bits do not depend on how many rows are with it (while NT, RT, NUM_WARPS stand).
 
-Work split. A program owns RT tiles of 16 rows; its warps take runs of four groups in turn (run i to warp i mod warps),
+Work split. A program owns RT tiles of 16 rows; its warps take runs of UNIT (2 or 4) groups in turn (run i to warp i mod warps),
 the next run's weights being loaded while the current one is used, and add up through shared memory at the end, always
 in the same order. With LOOP the program goes on to further tiles, otherwise it ends. With PDL the first weights are
 asked for before the wait for the previous kernel.
@@ -49,20 +49,25 @@ _FP32 = tl.constexpr(2)
 
 
 @gluon.jit
-def _load_run(w_ptr, s_ptr, tile, run, live, lane, j, tiles, CHUNKS: gl.constexpr, RUNS: gl.constexpr,
-              PER_RUN: gl.constexpr, RT: gl.constexpr, SCALE: gl.constexpr):
-    """A run's words (RT * PER_RUN tensors of 4 a lane) and scale words (1 or 2 tensors per tile) into registers."""
+def _load_run(w_ptr, s_ptr, tile, run, live, lane, j, tiles, GROUPS: gl.constexpr, GROUP: gl.constexpr,
+              UNIT: gl.constexpr, RT: gl.constexpr, SCALE: gl.constexpr):
+    """A run's words (4 a lane and chunk) and scale words (1 or 2 tensors per tile) into registers."""
     words = ()
     scales = ()
-    LOADS: gl.constexpr = 2 if SCALE == _FP32 else 1
+    PER_RUN: gl.constexpr = UNIT * GROUP // 64
     for r in gl.static_range(RT):
         at = gl.minimum(tile + r, tiles - 1)
-        w = w_ptr + (at * CHUNKS + run * PER_RUN) * 128 + (lane * 4 + j)
+        w = w_ptr + (at * (GROUPS * GROUP // 64) + run * PER_RUN) * 128 + (lane * 4 + j)
         for q in gl.static_range(PER_RUN):
             words = words + (gl.load(w + q * 128, mask=live, other=0, cache_modifier=".cg"),)
-        s = s_ptr + (at * RUNS + run) * (LOADS * 32) + ((lane // 4) * 4 + j)
-        for i in gl.static_range(LOADS):
-            scales = scales + (gl.load(s + i * 32, mask=live, other=0),)
+        s = s_ptr + lane // 4 * 4
+        if SCALE == _FP32:
+            for i in gl.static_range(UNIT // 2):
+                s_at = s + (at * (GROUPS // 2) + run * (UNIT // 2) + i) * 32
+                scales = scales + (gl.load(s_at + j, mask=live, other=0),)
+        else:
+            s_at = s + (at * (GROUPS // 4) + run // (4 // UNIT)) * 32 + run % (4 // UNIT) * UNIT
+            scales = scales + (gl.load(s_at + j % UNIT, mask=live, other=0),)
     return words, scales
 
 
@@ -81,10 +86,75 @@ def _load_x(x_ptr, m, k0, lane, j, HALF: gl.constexpr, K: gl.constexpr, NT: gl.c
             x = x_ptr + (token * (K // 2) + k0 // 2 + (16 * HALF + 4 * (lane % 4) + j))
             inside = k0 + 32 * HALF < K
         if EVEN:
-            loaded = loaded + (gl.load(x),)
+            loaded = loaded + (gl.load(x, mask=(lane // 4 + 8 * t < m) & (j >= 0)),)  # other columns may hold anything
         else:
             loaded = loaded + (gl.load(x, mask=inside & (j >= 0), other=0),)
     return loaded
+
+
+@gluon.jit
+def _halves(x, L: gl.constexpr):
+    """[T, 4, 2 n] -> the even and the odd slices [T, 4, n] along the last axis."""
+    shape: gl.constexpr = [x.shape[0], x.shape[1], x.shape[2] // 2, 2]
+    return gl.split(gl.reshape(x, shape))
+
+
+@gluon.jit
+def _stage_x(x_ptr, m, step, TOKENS: gl.constexpr, K: gl.constexpr, SPAN: gl.constexpr, NW: gl.constexpr,
+             L: gl.constexpr, A8: gl.constexpr, EVEN: gl.constexpr):
+    """Activations of a whole step (SPAN inputs, all warps) by one coalesced load each, then through shared memory to
+    the lanes that multiply them: one memory latency, where loads next to their use would add up theirs.
+
+    Returns the fragments in the order of use, each [threads, 4]. TOKENS is 1 (all columns get the same) or 8.
+    """
+    PER_WORD: gl.constexpr = 4 if A8 else 2
+    WORDS: gl.constexpr = SPAN // PER_WORD
+    PARTS: gl.constexpr = SPAN // NW // (64 if A8 else 32)
+    B: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, NW], [1, 0])
+    word = step * WORDS + gl.arange(0, WORDS, layout=gl.SliceLayout(0, B))[None, :]
+    token = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, B))[:, None]
+    mask = (token < m) & (word < K // PER_WORD)
+    x = gl.load(x_ptr + (token * (K // PER_WORD) + word), mask=mask, other=0)
+    if A8:
+        x = gl.permute(gl.reshape(x, [TOKENS, NW, PARTS, 2, 4, 2]), [1, 0, 4, 3, 5, 2])
+        x = gl.reshape(x, [NW, TOKENS, 4, 4, PARTS])
+    else:
+        x = gl.permute(gl.reshape(x, [TOKENS, NW, PARTS, 4, 4]), [1, 0, 3, 4, 2])
+    F: gl.constexpr = gl.BlockedLayout([1, 1, 1, 4, PARTS], [1, 8, 4, 1, 1], [NW, 1, 1, 1, 1], [4, 3, 2, 1, 0])
+    x = gl.convert_layout(x, F)
+    if TOKENS == 1:
+        x, _ = gl.broadcast(x, gl.full([NW, 8, 4, 4, PARTS], 0, gl.int32, layout=F))
+    parts = (gl.reshape(x, [NW * 32, 4, PARTS]),)
+    COUNT: gl.constexpr = PARTS
+    for level in gl.static_range(5):
+        if (1 << level) < COUNT:
+            evens = ()
+            odds = ()
+            for i in gl.static_range(1 << level):
+                even, odd = _halves(parts[i], L)
+                evens = evens + (even,)
+                odds = odds + (odd,)
+            parts = evens + odds
+    out = ()
+    for i in gl.static_range(PARTS):
+        out = out + (gl.convert_layout(gl.reshape(parts[i], [NW * 32, 4]), L),)
+    return out
+
+
+@gluon.jit
+def _stage_x_scales(xs_ptr, step, KG: gl.constexpr, UNIT: gl.constexpr, NW: gl.constexpr, L: gl.constexpr):
+    """The same for one token's activation scales: this warp's UNIT of them, in four registers of every lane."""
+    B: gl.constexpr = gl.BlockedLayout([1, 1, 1], [1, 1, 32], [NW, 1, 1], [2, 1, 0])
+    warp = gl.arange(0, NW, layout=gl.SliceLayout(1, gl.SliceLayout(2, B)))[:, None, None]
+    unit = gl.arange(0, UNIT, layout=gl.SliceLayout(0, gl.SliceLayout(1, B)))[None, None, :]
+    group = (step * NW + warp) * UNIT + unit
+    x = gl.load(xs_ptr + group, mask=group < KG, other=0.0)
+    F: gl.constexpr = gl.BlockedLayout([1, 1, UNIT], [1, 32, 1], [NW, 1, 1], [2, 1, 0])
+    x, _ = gl.broadcast(gl.convert_layout(x, F), gl.full([NW, 32, UNIT], 0.0, gl.float32, layout=F))
+    x = gl.reshape(x, [NW * 32, UNIT])
+    if UNIT == 2:
+        x = gl.reshape(gl.permute(gl.join(x, x), [0, 2, 1]), [NW * 32, 4])
+    return gl.convert_layout(x, L)
 
 
 @gluon.jit
@@ -113,12 +183,12 @@ def _half(d, w, x, HALF: gl.constexpr, RT: gl.constexpr, NT: gl.constexpr, A8: g
 
 
 @gluon.jit
-def _scale_in(acc, d, scales, xs, G: gl.constexpr, RT: gl.constexpr, NT: gl.constexpr, A8: gl.constexpr,
-              SCALE: gl.constexpr):
+def _scale_in(acc, d, scales, xs, G: gl.constexpr, UNIT: gl.constexpr, RT: gl.constexpr, NT: gl.constexpr,
+              A8: gl.constexpr, SCALE: gl.constexpr):
     """acc += group G's sums d times the rows' scales (and, for A8, the tokens')."""
     out = ()
     for r in gl.static_range(RT):
-        s = scales[2 * r + G // 2] if SCALE == _FP32 else scales[r]
+        s = scales[r * (UNIT // 2) + G // 2] if SCALE == _FP32 else scales[r]
         for t in gl.static_range(NT):
             if A8:
                 v = gl.inline_asm_elementwise(scaled_asm(G, SCALE, A8), scaled_registers(A8),
@@ -133,42 +203,54 @@ def _scale_in(acc, d, scales, xs, G: gl.constexpr, RT: gl.constexpr, NT: gl.cons
 
 
 @gluon.jit
-def _load_x_scales(xs_ptr, m, run, lane, j, KG: gl.constexpr, NT: gl.constexpr, EVEN: gl.constexpr):
-    """The run's four activation scales of the two tokens whose columns this lane holds."""
+def _load_x_scales(xs_ptr, m, run, lane, j, KG: gl.constexpr, UNIT: gl.constexpr, NT: gl.constexpr,
+                   EVEN: gl.constexpr):
+    """The run's activation scales (UNIT of them, four registers) of the two tokens whose columns this lane holds."""
     out = ()
     for t in gl.static_range(NT):
         for i in gl.static_range(2):
             token = gl.minimum(2 * (lane % 4) + (8 * t + i), m - 1)
-            p = xs_ptr + (token * KG + run * 4 + j)
+            group = run * UNIT + j % UNIT
+            p = xs_ptr + (token * KG + group)
             if EVEN:
                 out = out + (gl.load(p),)
             else:
-                out = out + (gl.load(p, mask=(run * 4 + j) < KG, other=0.0),)
+                out = out + (gl.load(p, mask=group < KG, other=0.0),)
     return out
 
 
 @gluon.jit
-def _use_run(acc, words, scales, x_ptr, xs_ptr, m, run, lane, j, L: gl.constexpr, THREADS: gl.constexpr,
-             K: gl.constexpr, GROUP: gl.constexpr, RT: gl.constexpr, NT: gl.constexpr, A8: gl.constexpr,
-             FP16: gl.constexpr, SCALE: gl.constexpr, EVEN: gl.constexpr):
-    """acc (RT * NT tensors of 4 a lane) += one run of four groups."""
-    PER_RUN: gl.constexpr = GROUP // 16
+def _use_run(acc, words, scales, x_ptr, xs_ptr, m, step, run, lane, j, L: gl.constexpr, THREADS: gl.constexpr,
+             K: gl.constexpr, GROUP: gl.constexpr, UNIT: gl.constexpr, RT: gl.constexpr, NT: gl.constexpr,
+             A8: gl.constexpr, FP16: gl.constexpr, SCALE: gl.constexpr, EVEN: gl.constexpr, STAGED: gl.constexpr):
+    """acc (RT * NT tensors of 4 a lane) += one run of UNIT groups."""
+    PER_RUN: gl.constexpr = UNIT * GROUP // 64
     zero = gl.full([THREADS, 4], 0, gl.int32 if A8 else gl.float32, layout=L)
     xs = ()
-    if A8:
-        xs = _load_x_scales(xs_ptr, m, run, lane, j, K // GROUP, NT, EVEN)
+    if A8 and STAGED == 1:
+        one = _stage_x_scales(xs_ptr, step, K // GROUP, UNIT, THREADS // 32, L)
+        xs = (one, one)
+    elif A8:
+        xs = _load_x_scales(xs_ptr, m, run, lane, j, K // GROUP, UNIT, NT, EVEN)
+    HALVES: gl.constexpr = 1 if A8 else 2
     d = (zero,) * (RT * NT)
     x = ()
+    staged = ()
+    if STAGED > 0:
+        staged = _stage_x(x_ptr, m, step, STAGED, K, UNIT * GROUP * THREADS // 32, THREADS // 32, L, A8, EVEN)
     for q in gl.static_range(PER_RUN):
         w = ()
         for r in gl.static_range(RT):
             w = w + (words[r * PER_RUN + q],)
         for half in gl.static_range(2):
-            if not A8 or half == 0:
-                x = _load_x(x_ptr, m, run * (4 * GROUP) + q * 64, lane, j, half, K, NT, A8, EVEN)
+            if STAGED > 0:
+                x = (staged[q * HALVES + half % HALVES],)
+            elif half < HALVES:
+                x = _load_x(x_ptr, m, run * (UNIT * GROUP) + q * 64, lane, j, half, K, NT, A8, EVEN)
             d = _half(d, w, x, half, RT, NT, A8, FP16)
             if (q * 64 + half * 32 + 32) % GROUP == 0:
-                acc = _scale_in(acc, d, scales, xs, (q * 64 + half * 32) // GROUP, RT, NT, A8, SCALE)
+                acc = _scale_in(acc, d, scales, xs, (q * 64 + half * 32) // GROUP, UNIT, RT, NT, A8,
+                                SCALE)
                 d = (zero,) * (RT * NT)
     return acc
 
@@ -192,17 +274,18 @@ def _store(acc, bias_ptr, y_ptr, first_row, first_token, m, n, NW: gl.constexpr,
 
 @gluon.jit(do_not_specialize=["m", "n", "programs"])
 def int4_mma(x_ptr, xs_ptr, w_ptr, s_ptr, bias_ptr, y_ptr, m, n, programs, K: gl.constexpr, GROUP: gl.constexpr,
-             NUM_WARPS: gl.constexpr, RT: gl.constexpr, NT: gl.constexpr, A8: gl.constexpr, FP16: gl.constexpr,
-             SCALE: gl.constexpr, LOOP: gl.constexpr, HAS_BIAS: gl.constexpr, PDL: gl.constexpr) -> None:
+             NUM_WARPS: gl.constexpr, UNIT: gl.constexpr, RT: gl.constexpr, NT: gl.constexpr, A8: gl.constexpr,
+             FP16: gl.constexpr, SCALE: gl.constexpr, STAGED: gl.constexpr, LOOP: gl.constexpr, HAS_BIAS: gl.constexpr,
+             PDL: gl.constexpr) -> None:
     """One program: RT * 16 rows of ``y`` [m, n] for m <= 8 NT tokens (module docstring); grid (programs,).
 
     x [m, K] bf16/fp16 (FP16) or int8 codes with xs [m, K / GROUP]; w, s as ``int4_layout`` stores them.
     """
     L: gl.constexpr = gl.BlockedLayout([1, 4], [32, 1], [NUM_WARPS, 1], [1, 0])
-    RUNS: gl.constexpr = (K + 4 * GROUP - 1) // (4 * GROUP)
-    PER_RUN: gl.constexpr = GROUP // 16
+    GROUPS: gl.constexpr = (K + 4 * GROUP - 1) // (4 * GROUP) * 4
+    RUNS: gl.constexpr = GROUPS // UNIT
     STEPS: gl.constexpr = (RUNS + NUM_WARPS - 1) // NUM_WARPS
-    EVEN: gl.constexpr = (STEPS * NUM_WARPS * 4 * GROUP) == K
+    EVEN: gl.constexpr = (STEPS * NUM_WARPS * UNIT * GROUP) == K
     THREADS: gl.constexpr = NUM_WARPS * 32
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -214,8 +297,8 @@ def int4_mma(x_ptr, xs_ptr, w_ptr, s_ptr, bias_ptr, y_ptr, m, n, programs, K: gl
     warp = thread // 32
     tiles = (n + 15) // 16
     tile = gl.program_id(0) * RT
-    words, scales = _load_run(w_ptr, s_ptr, tile, warp, (warp + j * 0) < RUNS, lane, j, tiles, RUNS * PER_RUN, RUNS,
-                              PER_RUN, RT, SCALE)
+    words, scales = _load_run(w_ptr, s_ptr, tile, warp, (warp + j * 0) < RUNS, lane, j, tiles, GROUPS, GROUP, UNIT, RT,
+                              SCALE)
     if PDL:
         tl.extra.cuda.gdc_wait()
     zero = gl.full([THREADS, 4], 0.0, gl.float32, layout=L)
@@ -225,24 +308,23 @@ def int4_mma(x_ptr, xs_ptr, w_ptr, s_ptr, bias_ptr, y_ptr, m, n, programs, K: gl
         for step in range(STEPS - 1):
             run = warp + step * NUM_WARPS
             ahead = run + NUM_WARPS
-            next_words, next_scales = _load_run(w_ptr, s_ptr, at, ahead, (ahead + j * 0) < RUNS, lane, j, tiles,
-                                                RUNS * PER_RUN, RUNS, PER_RUN, RT, SCALE)
-            acc = _use_run(acc, words, scales, x_ptr, xs_ptr, m, run, lane, j, L, THREADS, K, GROUP, RT, NT, A8, FP16,
-                           SCALE, EVEN)
+            next_words, next_scales = _load_run(w_ptr, s_ptr, at, ahead, (ahead + j * 0) < RUNS, lane, j, tiles, GROUPS,
+                                                GROUP, UNIT, RT, SCALE)
+            acc = _use_run(acc, words, scales, x_ptr, xs_ptr, m, step, run, lane, j, L, THREADS, K, GROUP, UNIT, RT, NT,
+                           A8, FP16, SCALE, EVEN, STAGED)
             words = next_words
             scales = next_scales
         run = warp + (STEPS - 1) * NUM_WARPS
         if LOOP:
             beyond = at + programs * RT
-            next_words, next_scales = _load_run(w_ptr, s_ptr, beyond, warp, (warp + j * 0 < RUNS) & (beyond < tiles),
-                                                lane, j, tiles, RUNS * PER_RUN, RUNS, PER_RUN, RT, SCALE)
-            acc = _use_run(acc, words, scales, x_ptr, xs_ptr, m, run, lane, j, L, THREADS, K, GROUP, RT, NT, A8, FP16,
-                           SCALE, EVEN)
+            live = (warp + j * 0 < RUNS) & (beyond < tiles)
+            next_words, next_scales = _load_run(w_ptr, s_ptr, beyond, warp, live, lane, j, tiles, GROUPS, GROUP, UNIT,
+                                                RT, SCALE)
+        acc = _use_run(acc, words, scales, x_ptr, xs_ptr, m, STEPS - 1, run, lane, j, L, THREADS, K, GROUP, UNIT, RT, NT,
+                       A8, FP16, SCALE, EVEN, STAGED)
+        if LOOP:
             words = next_words
             scales = next_scales
-        else:
-            acc = _use_run(acc, words, scales, x_ptr, xs_ptr, m, run, lane, j, L, THREADS, K, GROUP, RT, NT, A8, FP16,
-                           SCALE, EVEN)
         for r in gl.static_range(RT):
             for t in gl.static_range(NT):
                 _store(acc[r * NT + t], bias_ptr, y_ptr, (at + r) * 16, t * 8, m, n, NUM_WARPS, A8, HAS_BIAS)
