@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
 import logging
 import sys
@@ -82,9 +83,14 @@ class HarnessModel(LM):
         super().__init__()
         self._scorer, self._tokenizer, self._journal = scorer, tokenizer, journal
         self._batch, self._report = batch, report
+        self._streams = sys.stdout, sys.stderr
 
     def loglikelihood(self, requests: list[Instance]) -> list[tuple[float, bool]]:
         """Summed log-probability of each continuation, and whether greedy decoding would produce it."""
+        with contextlib.redirect_stdout(self._streams[0]), contextlib.redirect_stderr(self._streams[1]):
+            return self._scored(requests)
+
+    def _scored(self, requests: list[Instance]) -> list[tuple[float, bool]]:
         split = [split_tokens(self._tokenizer, *request.args) for request in requests]
         keys = [sha256_hex(canonical_json([ids, start])) for ids, start in split]
         todo = {key: one for key, one in zip(keys, split, strict=True) if key not in self._journal.done}
@@ -137,10 +143,11 @@ def answer(target: Scorer, tokenizer: Tokenizer, data: EvalData, tasks: Sequence
     place = scratch / "lm_eval"
     _write_tasks(place, questions)
     key = sha256_hex(canonical_json({"target": key, "harness": HARNESS, "tokenizer": tokenizer.digest}))
-    with Journal(scratch / "answers.jsonl", key) as journal, _quiet():
+    with Journal(scratch / "answers.jsonl", key) as journal:
         model = HarnessModel(target, tokenizer, journal, batch, report)
-        manager = TaskManager(include_path=str(place), include_defaults=False)
-        results = run_harness(lm=model, task_dict=manager.load(list(tasks)), bootstrap_iters=0, log_samples=True)
+        with _quiet():
+            manager = TaskManager(include_path=str(place), include_defaults=False)
+            results = run_harness(lm=model, task_dict=manager.load(list(tasks)), bootstrap_iters=0, log_samples=True)
     if results is None:
         raise EvalError("lm-eval returned no results", "It runs in one process only; do not start it under torchrun.")
     logged = {(task, row["doc"]["id"]): row for task in tasks for row in results["samples"][task]}
@@ -172,13 +179,16 @@ def _write_tasks(place: Path, questions: Sequence[Question]) -> None:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """stdout belongs to the caller's result: whatever the harness prints goes to stderr, and its chatter nowhere."""
+    """stdout belongs to the caller's result, stderr to the caller's progress; the harness's own chatter goes nowhere.
+
+    ``HarnessModel`` works on the caller's streams again while it scores. Errors are exceptions and are not hidden.
+    """
     loggers = [logging.getLogger(name) for name in ("lm_eval", "datasets")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)
     try:
-        with contextlib.redirect_stdout(sys.stderr):
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
             yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):

@@ -39,7 +39,7 @@ class ModuleScorer:
     attention means that padding behind a token cannot reach it. Log-softmax is taken in float32.
     """
 
-    def __init__(self, model: torch.nn.Module, tokenizer: Tokenizer, *, max_tokens: int = 4096) -> None:
+    def __init__(self, model: torch.nn.Module, tokenizer: Tokenizer, *, max_tokens: int = 1024) -> None:
         """``tokenizer`` is only checked: CalibError when it cannot belong to this model."""
         embedding: torch.nn.Module = model.get_input_embeddings()  # type: ignore[operator]
         check_vocabulary(tokenizer, next(embedding.parameters()).shape[0])
@@ -184,18 +184,24 @@ def _from_json(values: dict[str, Any]) -> PromptScore:
 
 
 class RecordedScorer:
-    """Gives the scores of a responses file. ``key`` is what the answering side named itself."""
+    """Gives the scores of a responses file. ``key`` is what the answering side named itself.
 
-    def __init__(self, responses: Path) -> None:
+    With ``expected`` another key is an EvalError: answers of one engine must not be booked for another.
+    """
+
+    def __init__(self, responses: Path, expected: str | None = None) -> None:
         self._scores: dict[str, Any] = {}
         self.key = ""
         for entry in _lines(responses):
             if "key" in entry:
                 self.key = entry["key"]
             else:
-                self._scores[entry["id"]] = entry["value"]
+                self._scores.update(entry["values"])
         if not self.key or not self._scores:
             raise EvalError(f"{responses} holds no responses", "Answer a requests file into it first.")
+        if expected is not None and self.key != expected:
+            raise EvalError(f"{responses} was answered by {self.key!r}, not by {expected!r}",
+                            "Answer the requests with the engine that is judged.")
 
     def loglikelihood(self, prompts: Sequence[Sequence[int]], *, top_k: int = 0,
                       at_ids: Sequence[np.ndarray] | None = None) -> list[PromptScore]:

@@ -2,7 +2,8 @@
 
 The first line is {"key": ...}: everything that decides the numbers. A journal with another key belongs to other work
 and is started over; one with the same key is continued, so nothing that was paid for is paid for twice and nothing is
-reused silently. Each ``add`` is flushed to disk. A torn last line (the process died while writing) is cut off.
+reused silently. Each ``add`` is one line {"values": {id: value}}, flushed to disk: a batch is there whole or not at all
+(a torn last line is cut off), so work that goes on forms the very batches it would have formed, bit for bit.
 An advisory lock keeps two processes from writing one journal.
 """
 
@@ -43,34 +44,23 @@ class Journal:
 
     def _read(self, file: BinaryIO) -> None:
         file.seek(0)
-        whole, good = file.read(), 0
-        lines = whole.split(b"\n")[:-1]
+        lines = file.read().split(b"\n")[:-1]
         if not lines or json.loads(lines[0]).get("key") != self.key:
             file.truncate(0)
             self._append(canonical_json({"key": self.key}))
             return
-        for line in lines:
-            good += len(line) + 1
-        file.truncate(good)
+        file.truncate(sum(len(line) + 1 for line in lines))
         for line in lines[1:]:
-            entry = json.loads(line)
-            self.done[entry["id"]] = entry["value"]
+            self.done.update(json.loads(line)["values"])
 
     def add(self, values: Mapping[str, Any]) -> None:
         """Write finished items down: JSON values by id (NaN is refused)."""
-        for name, value in values.items():
-            self._append(canonical_json({"id": name, "value": value}), flush=False)
-            self.done[name] = value
-        self._flush()
+        self._append(canonical_json({"values": dict(values)}))
+        self.done.update(values)
 
-    def _append(self, line: bytes, flush: bool = True) -> None:
+    def _append(self, line: bytes) -> None:
         assert self._file is not None, "the journal is not open"
         self._file.write(line + b"\n")
-        if flush:
-            self._flush()
-
-    def _flush(self) -> None:
-        assert self._file is not None
         self._file.flush()
         os.fsync(self._file.fileno())
 

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+from engines.engine import Engine
 from engines.llm import LLM
 from engines.request import SamplingParams
 from engines.runtime.memory import MemoryWatch
@@ -58,7 +59,11 @@ def peak_of_engine(engine: Path, batch: int, isl: int, osl: int, seed: int) -> i
 
 def measure_peak(engine: Path, batch: int, isl: int, osl: int, *, seed: int = 0, timeout_s: float = 1800.0
                  ) -> int | None:
-    """Run this module in a fresh process. MeasureError with its last line when it fails."""
+    """Run this module in a fresh process. MeasureError with its last line when it fails.
+
+    What is no engine, or none for this device, is refused here (ArtifactError, EngineError) before a process starts.
+    """
+    Engine.open(engine)
     command = [sys.executable, "-m", "evals.memory", str(engine.absolute()), "--batch", str(batch), "--isl", str(isl),
                "--osl", str(osl), "--seed", str(seed)]
     root = str(Path(__file__).resolve().parent.parent)

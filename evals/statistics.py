@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from statistics import NormalDist
 from typing import TypeVar
 
@@ -54,6 +55,7 @@ def incomplete_beta(a: float, b: float, x: float) -> float:
     return 1.0 - front * _beta_fraction(b, a, 1.0 - x) / b
 
 
+@cache
 def t_quantile(p: float, df: int) -> float:
     """Student's t quantile for p > 0.5, by bisection on its distribution function."""
     low, high = 0.0, 1.0

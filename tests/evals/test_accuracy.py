@@ -1,6 +1,7 @@
 """Real lm-eval over local data and a real module: what is asked, who decides, what survives a kill."""
 
 import socket
+import sys
 
 import numpy as np
 import pytest
@@ -30,8 +31,11 @@ def by_hand(scorer, tokenizer, question, per_character):
 
 
 def test_items_are_what_scoring_by_hand_gives(scorer, tokenizer, data, tmp_path, no_network, capsys):
-    items = answer(scorer, tokenizer, data, ["facts", "truth"], scratch=tmp_path, key="k")
-    assert capsys.readouterr().out == ""
+    items = answer(scorer, tokenizer, data, ["facts", "truth"], scratch=tmp_path, key="k",
+                   report=lambda event: print(event.stage, file=sys.stderr))
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert set(captured.err.split()) == {"accuracy"}
     questions = {question.id: question for question in data.items}
     assert len(items) == 36
     for item in items:
@@ -73,7 +77,7 @@ class Interrupted:
 
 
 def test_a_killed_run_goes_on_and_another_target_starts_over(scorer, tokenizer, data, tmp_path):
-    whole = answer(scorer, tokenizer, data, ["facts"], scratch=tmp_path / "whole", key="k")
+    whole = answer(scorer, tokenizer, data, ["facts"], scratch=tmp_path / "whole", key="k", batch=8)
     with pytest.raises(KeyboardInterrupt):
         answer(Interrupted(scorer, 3), tokenizer, data, ["facts"], scratch=tmp_path / "work", key="k", batch=8)
     second = Interrupted(scorer, -1)

@@ -123,7 +123,7 @@ def test_killed_and_started_again_ends_with_the_same_digest(baseline, near_score
         evaluate(Failing(near_scorer, calls), tokenizer, target, data, baseline, tmp_path / "out", settings=SETTINGS)
     assert not (tmp_path / "out").exists()
     journal = tmp_path / ".out.work" / "texts.jsonl"
-    journal.write_bytes(journal.read_bytes() + b'{"id": "torn')
+    journal.write_bytes(journal.read_bytes() + b'{"values": {"torn')
     second = Failing(near_scorer, -1)
     evaluate(second, tokenizer, target, data, baseline, tmp_path / "out", settings=SETTINGS)
     assert 0 < second.asked < whole.asked
@@ -198,6 +198,8 @@ def test_requests_travel_as_files(near, near_scorer, baseline, tokenizer, data, 
     assert answer_requests(requests, near_scorer, responses, key="near", batch=7) == asked
     recorded = RecordedScorer(responses)
     assert recorded.key == "near"
+    with pytest.raises(EvalError, match="answered by 'near', not by 'other'"):
+        RecordedScorer(responses, "other")
     target = describe("near", "c" * 64, "cpu fp32 torch", tokenizer)
     report = evaluate(recorded, tokenizer, target, data, baseline, tmp_path / "out", settings=SETTINGS)
     assert report.delta_nll.value == pytest.approx(near[0].delta_nll.value, abs=1e-6)

@@ -8,6 +8,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from calib.artifact import Artifact
+from calib.errors import ArtifactError
 from engines.llm import LLM
 from engines.request import CompletionOutput, RequestOutput
 from evals import latency
@@ -139,9 +140,11 @@ def test_a_real_engine_is_swept_with_its_memory(engine, tokenizer, tmp_path):
     assert json.loads(json.dumps(record.model_dump()))["target"]["digest"] == engine.digest
 
 
-def test_memory_of_what_is_no_engine_is_an_error(tmp_path):
-    with pytest.raises(MeasureError, match="failed"):
+def test_memory_of_what_is_no_engine_or_does_not_fit_is_an_error(engine, tmp_path):
+    with pytest.raises(ArtifactError, match="not an artifact"):
         measure_peak(tmp_path, 1, 8, 2)
+    with pytest.raises(MeasureError, match=r"failed \(exit 1\)"):
+        measure_peak(engine.path, 1, 100_000, 2)
 
 
 def test_a_real_engine_is_judged_beside_its_module(engine, model_folder, tokenizer, data, tmp_path):
