@@ -44,6 +44,7 @@ TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 2048, 16384)
 IMPLS: dict[str, NaturalLinear] = {impl.name: impl for impl in
                                    (Bf16Linear(), Fp8Linear(), Int8Linear(), Int8WeightOnlyLinear())}
 COLD_BYTES = 400e6
+LAUNCHES = 24  # in a graph at least, so that its own start (about 5 us) is no part of the figure
 RMS_LIMIT = 6e-3  # bf16 rounding is 1.7e-3, the fp8 accumulator adds up to 3e-3 at k = 14336
 START = time.time()
 
@@ -104,9 +105,7 @@ def configs(impl: NaturalLinear, shape: LinearShape, device: DeviceFacts, varian
                 found.append(replace(config, meta=tuple(sorted({**meta, **change}.items()))))
     if variants and shape.m >= 2048:
         for config in [c for c in found if c.kernel == "mm"][:2]:
-            meta = dict(config.meta)
-            for change in ({"GROUP_M": 16}, {"PROGRAMS": 0}):
-                found.append(replace(config, meta=tuple(sorted({**meta, **change}.items()))))
+            found.append(replace(config, meta=tuple(sorted({**dict(config.meta), "GROUP_M": 8}.items()))))
     return list(dict.fromkeys(found))
 
 
@@ -194,11 +193,14 @@ def measure(layers: Layers, m: int, todo: Iterable[KernelConfig], op: str, deadl
                 say(f"  WRONG {impl.name} {op} m={m} {label(config)} error {error:.1e}")
                 continue
 
-            def step(config: KernelConfig = config, workspace: torch.Tensor | None = workspace) -> None:
-                for layer in range(len(layers.packed)):
-                    launch(layers, layer, config, x, x_scale, out, workspace)
+            launches = len(layers.packed) * (1 if m >= 2048 else -(-LAUNCHES // len(layers.packed)))
 
-            us, spread = graph_us(step, len(layers.packed), 5 if m >= 2048 else 9)
+            def step(config: KernelConfig = config, workspace: torch.Tensor | None = workspace,
+                     launches: int = launches) -> None:
+                for i in range(launches):
+                    launch(layers, i % len(layers.packed), config, x, x_scale, out, workspace)
+
+            us, spread = graph_us(step, launches, 5 if m >= 2048 else 9)
         except Exception as problem:
             say(f"  FAILED {impl.name} {op} m={m} {label(config)} {type(problem).__name__} {str(problem)[:150]}")
             continue
@@ -224,22 +226,24 @@ def library_us(layers: Layers, m: int) -> tuple[float, str]:
         return float("nan"), ""
     calls[0]()
 
+    rounds = 1 if m >= 2048 else -(-LAUNCHES // len(calls))
+
     def step() -> None:
-        for call in calls:
+        for call in calls * rounds:
             call()
 
-    return graph_us(step, len(calls), 5)[0], name
+    return graph_us(step, len(calls) * rounds, 5)[0], name
 
 
 def sweep(impl: NaturalLinear, tokens: list[int], choose: Callable[[NaturalLinear, LinearShape], list[KernelConfig]],
-          skip: Callable[[KernelConfig], bool], deadline: float) -> list[dict[str, Any]]:
+          failed: set[tuple[str, KernelConfig]], deadline: float) -> list[dict[str, Any]]:
     """All shapes of one impl; prints a line a (shape, tokens)."""
     points: list[dict[str, Any]] = []
     for op, (n, k) in SHAPES.items():
         count = max(2, min(24, -(-int(COLD_BYTES) // (n * k * impl.weight_dtypes[0].itemsize))))
         layers = None
         for m in tokens:
-            todo = [config for config in choose(impl, LinearShape(m, n, k)) if not skip(config)]
+            todo = [config for config in choose(impl, LinearShape(m, n, k)) if (impl.name, config) not in failed]
             if not todo or (op == "lm_head" and m > 256) or time.time() > deadline:
                 continue
             layers = layers or Layers.make(impl, n, k, count)
@@ -288,7 +292,6 @@ def main() -> None:
     parser.add_argument("--impl", nargs="+", choices=list(IMPLS), default=list(IMPLS))
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
     parser.add_argument("--variants", action="store_true")
-    parser.add_argument("--last", default="", help="time configurations whose label contains this after all others")
     parser.add_argument("--compile-limit", type=float, default=300, help="seconds for compiling")
     parser.add_argument("--limit", type=float, default=600, help="seconds after which nothing new is timed")
     args = parser.parse_args()
@@ -304,14 +307,9 @@ def main() -> None:
     failed = compile_all([(name, min(m, 256), config, device.capability) for (name, config), m in jobs.items()],
                          args.compile_limit)
     points: list[dict[str, Any]] = []
-    for last in (False, True) if args.last else (False,):
-        for name in args.impl:
-            def skip(config: KernelConfig, name: str = name, last: bool = last) -> bool:
-                deferred = bool(args.last) and args.last in label(config)
-                return (name, config) in failed or deferred != last
-
-            points += sweep(IMPLS[name], args.tokens, choose, skip, START + args.limit)
-            write(args.json, device, points)
+    for name in args.impl:
+        points += sweep(IMPLS[name], args.tokens, choose, failed, START + args.limit)
+        write(args.json, device, points)
     summary(points, args.tokens)
 
 

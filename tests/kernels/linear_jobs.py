@@ -12,7 +12,7 @@ from engines.kernels.linear.natural import NaturalLinear
 from engines.kernels.offline import CompileJob
 
 WEIGHT = {"float": "bf16", "fp8": "fp8e4nv", "int8": "i8", "int8_weight": "i8"}
-WORDS = {"float": ("bf16", "bf16"), "fp8": ("i32", "i32"), "int8": ("i32", "i32"), "int8_weight": ("i64", "i32")}
+WORDS = {"float": ("bf16", "bf16"), "fp8": ("i64", "i64"), "int8": ("i32", "i32"), "int8_weight": ("i64", "i32")}
 
 
 def job(impl: NaturalLinear, config: KernelConfig, capability: int = 90) -> CompileJob:
@@ -36,13 +36,14 @@ def job(impl: NaturalLinear, config: KernelConfig, capability: int = 90) -> Comp
     if config.kernel == "dot":
         types |= {"x_ptr": f"*{x}", "w_ptr": f"*{weight}", "partial_ptr": "*fp32", "ticket_ptr": "*i32"}
         constants |= {"STAGES": config.num_stages, "EVEN_K": True}
-        (types if meta["TMA"] else constants)["w_desc"] = w_desc if meta["TMA"] else None
-        (types if meta["TMA"] == 2 else constants)["x_desc"] = x_desc if meta["TMA"] == 2 else None
+        for name, wanted, text in (("w_desc", meta["TMA"] > 0, w_desc), ("x_desc", meta["TMA"] == 2, x_desc)):
+            if wanted:
+                types[name] = text
+            else:
+                constants[name] = None
         return CompileJob.of(dot_kernel, types, constants, **options)
-    types |= {"x_desc": x_desc, "w_desc": w_desc}
-    store = bool(constants.pop("TMA_STORE"))
     out = f"tensordesc<bf16[{meta['BLOCK_M']},{meta['BLOCK_N'] // meta['EPILOGUE']}]>"
-    (types if store else constants)["out_desc"] = out if store else None
+    del types["out_ptr"]
+    types |= {"x_desc": x_desc, "w_desc": w_desc, "out_desc": out}
     constants.pop("PROGRAMS")
-    constants |= {name: bool(meta[name]) for name in ("WARP_SPECIALIZE", "FLATTEN")}
     return CompileJob.of(mm_kernel, types, constants, **options)

@@ -21,11 +21,11 @@ CASES = [  # m, n, k, BLOCK_M, BLOCK_N, BLOCK_K, SPLIT_K, TMA
     (9, 80, 128, 16, 64, 64, 1, 1),    # weights by TMA, rows beyond n
     (20, 64, 112, 32, 64, 64, 2, 2),   # both by TMA, ragged k
 ]
-MM_CASES = [  # m, n, k, BLOCK_M, BLOCK_N, BLOCK_K, EPILOGUE, TMA_STORE, PROGRAMS
-    (1, 64, 32, 64, 64, 32, 1, 1, 3),
-    (70, 136, 96, 64, 64, 32, 1, 1, 3),
-    (130, 72, 80, 64, 64, 32, 2, 1, 2),
-    (65, 128, 64, 64, 64, 32, 2, 0, 0),
+MM_CASES = [  # m, n, k, BLOCK_M, BLOCK_N, BLOCK_K, EPILOGUE, PROGRAMS
+    (1, 64, 32, 64, 64, 32, 1, 3),
+    (70, 136, 96, 64, 64, 32, 1, 3),
+    (130, 72, 80, 64, 64, 32, 2, 2),
+    (65, 128, 64, 64, 64, 32, 2, 9),  # more programs than tiles
 ]
 
 
@@ -36,10 +36,9 @@ def _dot(case: tuple[int, ...]) -> KernelConfig:
 
 
 def _mm(case: tuple[int, ...]) -> KernelConfig:
-    _, _, _, block_m, block_n, block_k, epilogue, tma_store, programs = case
+    _, _, _, block_m, block_n, block_k, epilogue, programs = case
     return KernelConfig.of("mm", num_warps=4, num_stages=2, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
-                           GROUP_M=2, EPILOGUE=epilogue, TMA_STORE=tma_store, WARP_SPECIALIZE=0, FLATTEN=0,
-                           PROGRAMS=programs)
+                           GROUP_M=2, EPILOGUE=epilogue, PROGRAMS=programs)
 
 
 @pytest.mark.parametrize("impl", IMPLS, ids=lambda impl: impl.name)
@@ -62,7 +61,7 @@ def test_bias_static_scale_and_per_tensor_weights(impl: NaturalLinear) -> None:
     check(given, run(given, _dot((5, 72, 64, 16, 64, 32, 1, 0))))
     check(given, run(given, _dot((5, 72, 64, 16, 64, 32, 2, 0))))
     if impl.name != "int8_weight_only":
-        check(given, run(given, _mm((5, 72, 64, 64, 64, 32, 2, 1, 2))))
+        check(given, run(given, _mm((5, 72, 64, 64, 64, 32, 2, 2))))
 
 
 def test_rows_do_not_depend_on_their_mates_or_the_token_tile() -> None:

@@ -24,6 +24,7 @@ CASES = [  # m, n, k, BLOCK_N, BLOCK_K (units), LOOP
 
 
 def _gemv(m: int, block_n: int, block_k: int, loop: int) -> KernelConfig:
+    """One warp, so on a GPU a thread holds units of several rows side by side: sums must not leak between them."""
     rows = 1 << (m - 1).bit_length()
     return KernelConfig.of("gemv", num_warps=1, num_stages=max(1, loop), ROWS=rows, BLOCK_N=block_n, BLOCK_K=block_k,
                            LOOP=loop)
@@ -64,5 +65,6 @@ def test_rows_do_not_depend_on_their_mates() -> None:
     config = _gemv(4, 4, 64, 0)
     together = run(given, config)
     for i in range(4):
+        assert given.x_scale is not None
         alone = replace(given, x=given.x[i:i + 1].clone(), x_scale=given.x_scale[i:i + 1].clone())
         assert torch.equal(run(alone, config)[0], together[i])

@@ -72,7 +72,8 @@ def dot_kernel(x_ptr, x_desc, w_ptr, w_desc, w_scale_ptr, x_scale_ptr, bias_ptr,
     begin = tl.program_id(1) * steps
     end = tl.minimum(begin + steps, tl.cdiv(k, BLOCK_K))
     w_rows = w_ptr + tl.minimum(row, n - 1).to(tl.int64)[:, None] * k
-    x_rows = x_ptr + tl.minimum(token, m - 1).to(tl.int64)[None, :] * k
+    x_rows = x_ptr + token.to(tl.int64)[None, :] * k
+    present = (token < m)[None, :]  # an absent token costs no load; repeating the last one makes it a hot spot in L2
     gdc_launch(PDL)
     if PREFETCH > 0:
         prefetch_l2(w_ptr + tl.minimum(row, n - 1).to(tl.int64) * k + begin * BLOCK_K, PREFETCH)
@@ -89,9 +90,9 @@ def dot_kernel(x_ptr, x_desc, w_ptr, w_desc, w_scale_ptr, x_scale_ptr, bias_ptr,
         if TMA == 2:
             x = x_desc.load([first_token, at]).T
         elif EVEN_K:
-            x = tl.load(x_rows + (at + unit)[:, None])
+            x = tl.load(x_rows + (at + unit)[:, None], mask=present, other=0.0)
         else:
-            x = tl.load(x_rows + (at + unit)[:, None], mask=(at + unit < k)[:, None], other=0.0)
+            x = tl.load(x_rows + (at + unit)[:, None], mask=present & (at + unit < k)[:, None], other=0.0)
         if KIND == "int8_weight":
             w = w.to(x.dtype)
         acc = tl.dot(w, x, acc, out_dtype=acc.dtype)

@@ -2,8 +2,8 @@
 
     out[t, r] = sum_c x[t, c] * weight[r, c]        t < m <= 4,  r < n,  c < k
 
-Layout. A program owns ``BLOCK_N`` rows and walks along k in tiles of ``BLOCK_K`` units. A unit is one 16-bit element
-("float") or one 32-bit word of four 8-bit codes (all other kinds), so that a thread's four words are one 16-byte load::
+Layout. A program owns ``BLOCK_N`` rows and walks along k in tiles of ``BLOCK_K`` units. A unit (``UNIT``) is one 16-bit
+element ("float"), a 32-bit word of four int8 codes, or a 64-bit word of eight e4m3 codes; a thread loads 16 bytes::
 
     weight [n, k]           row r   | w0 w1 w2 w3 | w4 w5 w6 w7 | ...      thread j holds words 4j..4j+3 of each row
     x      [m, k]           row t   | x0 x1 x2 x3 | ...                    loaded in the same layout: nothing is moved
@@ -20,7 +20,8 @@ Arithmetic, by ``KIND``:
 * ``int8``: ``dp4a``, four products a word into int32: exact.
 * ``fp8``: e4m3 codes are widened to fp16 without loss and multiplied two at a time. Activations are scaled by 2^-8
   first (also exact), so that a product stays below 448 * 448 / 256 = 784; four products are summed in fp16, then added
-  to an fp32 accumulator. That is finer than the tensor cores' own fp8 accumulation.
+  to an fp32 accumulator. That is finer than the tensor cores' own fp8 accumulation. All eight codes lie in one unit on
+  purpose: which units a thread holds side by side is the compiler's choice, and may be two different rows.
 * ``int8_weight``: a byte b is put into a float's mantissa, 2^23 + (b + 128), and the constant subtracted: an exact
   conversion in two instructions instead of the slow integer-to-float one; x is bf16, four values in one int64.
 """
@@ -35,7 +36,10 @@ from engines.kernels.impl import KernelConfig
 from engines.kernels.jit import HAS_ASM, dp4a, gdc_launch, gdc_wait, launch_options, next_pow2
 
 MAX_ROWS = 4
-FP8_SHIFT = 256.0  # activations are multiplied by 1/256 before the fp16 products
+UNIT = {"float": 1, "int8": 4, "int8_weight": 4, "fp8": 8}
+"""Elements of k a unit holds, by KIND."""
+_WEIGHT_UNIT = {"int8": torch.int32, "int8_weight": torch.int32, "fp8": torch.int64}
+_X_UNIT = {"int8": torch.int32, "int8_weight": torch.int64, "fp8": torch.int64}
 
 
 @triton.jit
@@ -77,16 +81,31 @@ def _half(pair):
 
 
 @triton.jit
-def _dot_pairs(w_lo, w_hi, x_lo, x_hi, acc, ASM: tl.constexpr):
-    """acc + w_lo . x_lo + w_hi . x_hi; the assembly takes two words at once and sums four products in each fp16."""
+def _dot_octets(w0, w1, w2, w3, x0, x1, x2, x3, acc, ASM: tl.constexpr):
+    """acc + the dot product of eight fp16 pairs in four words each; four products are summed in each fp16 half."""
     if ASM:
         return tl.inline_asm_elementwise(
             """{ .reg .b32 p; .reg .b16 l, h; .reg .f32 f, g;
-            mul.rn.f16x2 p, $2, $6; fma.rn.f16x2 p, $4, $8, p; fma.rn.f16x2 p, $3, $7, p; fma.rn.f16x2 p, $5, $9, p;
-            mov.b32 {l, h}, p; cvt.f32.f16 f, l; cvt.f32.f16 g, h; add.f32 $0, $10, f; add.f32 $1, $11, g; }""",
-            "=f,=f,r,r,r,r,r,r,r,r,f,f", [w_lo, w_hi, x_lo, x_hi, acc], dtype=tl.float32, is_pure=True, pack=2)
-    total = _half(w_lo) * _half(x_lo) + _half(w_lo >> 16) * _half(x_lo >> 16)
-    return acc + total + _half(w_hi) * _half(x_hi) + _half(w_hi >> 16) * _half(x_hi >> 16)
+            mul.rn.f16x2 p, $1, $5; fma.rn.f16x2 p, $2, $6, p; fma.rn.f16x2 p, $3, $7, p; fma.rn.f16x2 p, $4, $8, p;
+            mov.b32 {l, h}, p; cvt.f32.f16 f, l; cvt.f32.f16 g, h; add.f32 f, f, g; add.f32 $0, $9, f; }""",
+            "=f,r,r,r,r,r,r,r,r,f", [w0, w1, w2, w3, x0, x1, x2, x3, acc], dtype=tl.float32, is_pure=True, pack=1)
+    acc += _half(w0) * _half(x0) + _half(w0 >> 16) * _half(x0 >> 16)
+    acc += _half(w1) * _half(x1) + _half(w1 >> 16) * _half(x1 >> 16)
+    acc += _half(w2) * _half(x2) + _half(w2 >> 16) * _half(x2 >> 16)
+    return acc + _half(w3) * _half(x3) + _half(w3 >> 16) * _half(x3 >> 16)
+
+
+@triton.jit
+def _accumulate_fp8(acc, w, x, ASM: tl.constexpr):
+    w0, w1 = _e4m3_pairs(w.to(tl.int32), ASM)
+    w2, w3 = _e4m3_pairs((w >> 32).to(tl.int32), ASM)
+    x0, x1 = _e4m3_pairs(x.to(tl.int32), ASM)
+    x2, x3 = _e4m3_pairs((x >> 32).to(tl.int32), ASM)
+    return _dot_octets(tl.broadcast_to(w0, acc.shape), tl.broadcast_to(w1, acc.shape),
+                       tl.broadcast_to(w2, acc.shape), tl.broadcast_to(w3, acc.shape),
+                       tl.broadcast_to(_shrink(x0, ASM), acc.shape), tl.broadcast_to(_shrink(x1, ASM), acc.shape),
+                       tl.broadcast_to(_shrink(x2, ASM), acc.shape), tl.broadcast_to(_shrink(x3, ASM), acc.shape),
+                       acc, ASM)
 
 
 @triton.jit
@@ -114,12 +133,7 @@ def _accumulate(acc, w, x, KIND: tl.constexpr, ASM: tl.constexpr):
     elif KIND == "int8":
         acc = dp4a(tl.broadcast_to(w, acc.shape), tl.broadcast_to(x, acc.shape), acc, ASM)
     elif KIND == "fp8":
-        w_lo, w_hi = _e4m3_pairs(w, ASM)
-        x_lo, x_hi = _e4m3_pairs(x, ASM)
-        x_lo = _shrink(x_lo, ASM)
-        x_hi = _shrink(x_hi, ASM)
-        acc = _dot_pairs(tl.broadcast_to(w_lo, acc.shape), tl.broadcast_to(w_hi, acc.shape),
-                         tl.broadcast_to(x_lo, acc.shape), tl.broadcast_to(x_hi, acc.shape), acc, ASM)
+        acc = _accumulate_fp8(acc, w, x, ASM)
     else:
         tl.static_assert(KIND == "int8_weight")
         biased = w ^ -2139062144  # 0x80808080
@@ -210,16 +224,14 @@ def launch_gemv(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, config
                 w_scale: torch.Tensor | None, x_scale: torch.Tensor | None, bias: torch.Tensor | None) -> None:
     """out [m, n] = x [m, k] weight [n, k]^T for 1 <= m <= 4; every tensor contiguous, its address a multiple of 16.
 
-    ``config.meta``: ROWS >= m, BLOCK_N, BLOCK_K (units), LOOP. 8-bit kinds need k % 4 == 0.
+    ``config.meta``: ROWS >= m, BLOCK_N, BLOCK_K (units), LOOP. k must be a multiple of UNIT[kind].
     """
     m, n = out.shape
     if not 1 <= m <= config["ROWS"] <= MAX_ROWS:
         raise ValueError(f"gemv with ROWS={config['ROWS']} was asked for {m} rows")
-    units = weight.shape[1]
+    units = weight.shape[1] // UNIT[kind]
     if kind != "float":
-        units //= 4
-        weight = weight.view(torch.int32)
-        x = x.view(torch.int64 if kind == "int8_weight" else torch.int32)
+        weight, x = weight.view(_WEIGHT_UNIT[kind]), x.view(_X_UNIT[kind])
     some = weight  # an unused pointer still needs a tensor
     gemv_kernel[(triton.cdiv(n, config["BLOCK_N"]),)](
         x, weight, some if w_scale is None else w_scale, some if x_scale is None else x_scale,

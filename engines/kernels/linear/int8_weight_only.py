@@ -15,22 +15,48 @@ Half the bytes of bf16 and no activation error, at the price of widening every w
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 
 from engines.kernels.impl import DeviceFacts, KernelConfig, LinearShape, Packed
-from engines.kernels.linear.candidates import DotTile, GemvTile
+from engines.kernels.jit import INTERPRETED, next_pow2
+from engines.kernels.linear.candidates import DotTiles, GemvTile
 from engines.kernels.linear.natural import MANY_TOKENS, NaturalLinear
 from engines.kernels.linear.split_k import scratch_bytes, scratch_view
 
 _GEMV: dict[int, list[GemvTile]] = {
-    1: [(4, 512, 0, 4), (2, 512, 0, 4), (4, 512, 1, 4), (1, 512, 0, 4), (2, 512, 1, 4), (8, 512, 0, 4)],
+    1: [(8, 512, 0, 4), (4, 512, 0, 4), (4, 512, 1, 4), (2, 512, 0, 4), (8, 512, 1, 4)],
+    2: [(4, 512, 0, 4), (2, 512, 0, 4)],
+    4: [(2, 512, 0, 4), (1, 512, 0, 4)],
 }
-_DOT: list[DotTile] = [
-    (64, 128, 1, 4, 4), (64, 128, 2, 4, 4), (64, 128, 4, 4, 4), (64, 256, 1, 3, 4), (64, 256, 2, 3, 4),
-    (128, 128, 1, 4, 8), (128, 128, 2, 4, 8), (128, 64, 1, 5, 8),
-]
-_WIDE: list[DotTile] = [
-    (64, 64, 1, 5, 4), (64, 64, 2, 5, 4), (64, 64, 4, 4, 4), (128, 64, 1, 4, 8), (128, 64, 2, 4, 8), (64, 128, 1, 3, 4),
-]
+_DOT = {
+    16: DotTiles([(64, 128, 4, 4, 4), (64, 256, 2, 3, 4), (64, 128, 2, 4, 4), (64, 256, 1, 3, 4)],
+                 [(64, 256, 1, 3, 4), (64, 128, 1, 4, 4), (128, 128, 2, 4, 8)]),
+    64: DotTiles([(64, 128, 4, 4, 4), (64, 256, 2, 3, 4), (64, 128, 2, 4, 4), (64, 256, 1, 3, 4)],
+                 [(128, 128, 1, 4, 8), (64, 128, 1, 4, 4)]),
+    256: DotTiles([(64, 64, 2, 5, 4), (64, 128, 1, 3, 4), (64, 64, 1, 5, 4), (128, 64, 2, 4, 8)],
+                  [(128, 64, 1, 4, 8), (64, 128, 1, 3, 4)]),
+}
+
+
+@triton.jit
+def dequantize_kernel(w_ptr, scale_ptr, out_ptr, k, BLOCK: tl.constexpr) -> None:
+    """One program: BLOCK codes of one row, times the row's scale, in out's type."""
+    row = tl.program_id(0)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    base = row.to(tl.int64) * k
+    w = tl.load(w_ptr + base + at, mask=at < k, other=0).to(tl.float32)
+    tl.store(out_ptr + base + at, (w * tl.load(scale_ptr + row)).to(out_ptr.dtype.element_ty), mask=at < k)
+
+
+def dequantize(codes: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
+    """out [n, k] 16-bit = codes [n, k] int8 * scale [n] f32, rounded once. Kernels read and write 3 bytes a weight."""
+    if not codes.is_cuda and not INTERPRETED:
+        torch.mul(codes, scale[:, None], out=out)
+        return
+    n, k = codes.shape
+    block = min(4096, next_pow2(k))
+    dequantize_kernel[(n, triton.cdiv(k, block))](codes, scale, out, k, BLOCK=block, num_warps=4)
 
 
 class Int8WeightOnlyLinear(NaturalLinear):
@@ -41,10 +67,8 @@ class Int8WeightOnlyLinear(NaturalLinear):
     weight_dtypes = (torch.int8,)
     x_dtypes = (torch.bfloat16, torch.float16)
     quantized_x = False
-    unit = 4
     gemv_tiles = _GEMV
     dot_tiles = _DOT
-    wide_tiles = _WIDE
 
     def torch_runs(self, shape: LinearShape, device: DeviceFacts) -> bool:
         return shape.m > MANY_TOKENS
@@ -58,7 +82,7 @@ class Int8WeightOnlyLinear(NaturalLinear):
                      workspace: torch.Tensor | None) -> None:
         codes, scale = packed.tensors["weight"], packed.tensors["weight_scale"]
         weight = scratch_view(workspace, 2 * codes.numel()).view(x.dtype).view(codes.shape)
-        torch.mul(codes, scale[:, None], out=weight)
+        dequantize(codes, scale, weight)
         bias = packed.tensors.get("bias")
         if bias is None:
             torch.mm(x, weight.t(), out=out)

@@ -21,7 +21,7 @@ import torch
 from engines.kernels.impl import DeviceFacts, KernelConfig, LinearShape, Packed
 from engines.kernels.linear.candidates import (
     MAX_TOKENS,
-    DotTile,
+    DotTiles,
     GemvTile,
     MmTile,
     dot_candidates,
@@ -29,7 +29,7 @@ from engines.kernels.linear.candidates import (
     mm_candidates,
 )
 from engines.kernels.linear.dot import dot_workspace, launch_dot
-from engines.kernels.linear.gemv import gemv_rows, launch_gemv
+from engines.kernels.linear.gemv import UNIT, gemv_rows, launch_gemv
 from engines.kernels.linear.mm import launch_mm
 
 TORCH = KernelConfig.of("torch")
@@ -45,10 +45,8 @@ class NaturalLinear(ABC):
     x_dtypes: ClassVar[tuple[torch.dtype, ...]]
     scaled: ClassVar[bool] = True
     quantized_x: ClassVar[bool] = True
-    unit: ClassVar[int]  # elements a GEMV unit holds
     gemv_tiles: ClassVar[dict[int, list[GemvTile]]]  # by ROWS
-    dot_tiles: ClassVar[list[DotTile]]  # up to MANY_TOKENS
-    wide_tiles: ClassVar[list[DotTile]]  # above
+    dot_tiles: ClassVar[dict[int, DotTiles]]  # up to 16, 64, 256 tokens
     mm_tiles: ClassVar[list[MmTile]] = []
     torch_first: ClassVar[bool] = True  # torch's operator leads for many tokens
 
@@ -101,20 +99,23 @@ class NaturalLinear(ABC):
 
     def gpu_candidates(self, shape: LinearShape, device: DeviceFacts) -> list[KernelConfig]:
         """``candidates`` where kernels run: GEMV up to 4 tokens, the swapped dot for batches, mm for prefill."""
-        few: list[KernelConfig] = []
-        rows = gemv_rows(shape.m)
-        if rows in self.gemv_tiles and shape.k % self.unit == 0:
-            few += gemv_candidates(self.gemv_tiles[rows], shape, device, self.unit, rows)
         weight_bytes, x_bytes = self.weight_dtypes[0].itemsize, self.x_dtypes[0].itemsize
-        dot_tiles = self.dot_tiles if shape.m <= MANY_TOKENS else self.wide_tiles
-        if shape.m <= 2 * MAX_TOKENS:
-            few += dot_candidates(dot_tiles, shape, device, weight_bytes, x_bytes)
+        rows, unit = gemv_rows(shape.m), UNIT[self.kind]
+        vectors = []
+        if rows in self.gemv_tiles and shape.k % unit == 0:
+            vectors = list(gemv_candidates(self.gemv_tiles[rows], shape, device, unit, rows))
+        tiles = self.dot_tiles[16 if shape.m <= 16 else 64 if shape.m <= MANY_TOKENS else MAX_TOKENS]
+        dots = list(dot_candidates(tiles, shape, device, weight_bytes, x_bytes))
+        few = vectors + dots if rows <= 2 else dots + vectors
         library = [TORCH] if self.torch_runs(shape, device) else []
         if shape.m <= MANY_TOKENS:
             return few + library
         many = list(mm_candidates(self.mm_tiles, shape, device, weight_bytes))
-        ordered = [*library, *many, *few] if self.torch_first else [*many, *library, *few]
-        return ordered or list(dot_candidates(dot_tiles, shape, device, weight_bytes, x_bytes))
+        filled = -(-shape.n // 256) * -(-shape.m // 128) >= device.num_sms
+        if shape.m > 2 * MAX_TOKENS and (many or library):
+            few = []
+        kernels = many + few if filled else few + many
+        return library + kernels if self.torch_first else kernels + library
 
     def torch_runs(self, shape: LinearShape, device: DeviceFacts) -> bool:
         """True if ``launch_torch`` can run the shape on this GPU and is worth timing."""
