@@ -1,0 +1,93 @@
+"""Sampling: distributions, truncation, seeds that do not know their batch, log-probabilities."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engines.request import SamplingParams
+from engines.runtime.sampler import sample, uniform
+from engines.runtime.sequence import Sequence
+
+
+def sequence(position: int = 1, seed: int = 0, stop_ids: frozenset[int] = frozenset(), **params: Any) -> Sequence:
+    return Sequence(0, [0] * position, 1, SamplingParams(**params), seed, stop_ids)
+
+
+def draws(logits: torch.Tensor, count: int, **params: Any) -> np.ndarray:
+    rows = logits.repeat(count, 1)
+    chosen = sample(rows, [sequence(position=index + 1, seed=11, **params) for index in range(count)])
+    return np.bincount([token for token, _ in chosen], minlength=logits.numel()) / count
+
+
+def test_uniform_depends_on_seed_and_position_only() -> None:
+    assert uniform(3, 7) == uniform(3, 7)
+    values = [uniform(seed, position) for seed in range(20) for position in range(50)]
+    assert len(set(values)) == 1000
+    assert min(values) >= 0
+    assert max(values) < 1
+    assert abs(np.mean(values) - 0.5) < 0.03
+
+
+def test_temperature_zero_is_greedy() -> None:
+    assert sample(torch.tensor([[0.0, 3.0, 1.0]]), [sequence()])[0] == (1, None)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_frequencies_follow_the_softmax(temperature: float) -> None:
+    logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
+    found = draws(logits, 4000, temperature=temperature)
+    assert np.abs(found - torch.softmax(logits / temperature, -1).numpy()).max() < 0.03
+
+
+def test_top_k_and_top_p_truncate_and_renormalise() -> None:
+    probabilities = torch.tensor([0.4, 0.3, 0.2, 0.1])
+    logits = probabilities.log()
+    assert np.abs(draws(logits, 3000, temperature=1.0, top_k=2) - [4 / 7, 3 / 7, 0, 0]).max() < 0.03
+    assert np.abs(draws(logits, 3000, temperature=1.0, top_p=0.65) - [4 / 7, 3 / 7, 0, 0]).max() < 0.03
+    assert np.abs(draws(logits, 3000, temperature=1.0, top_p=0.75) - [4 / 9, 3 / 9, 2 / 9, 0]).max() < 0.03
+    assert draws(logits, 200, temperature=1.0, top_p=1e-6).tolist() == [1, 0, 0, 0]
+    # top-p counts within what top-k left: of {4/7, 3/7}, 0.5 is reached by the first alone
+    assert draws(logits, 200, temperature=1.0, top_k=2, top_p=0.5).tolist() == [1, 0, 0, 0]
+    assert draws(logits, 200, temperature=1.0, top_k=99)[3] > 0
+
+
+def test_top_p_beyond_the_first_candidates() -> None:
+    logits = torch.zeros(5000)
+    found = draws(logits, 2000, temperature=1.0, top_p=0.5)
+    assert (found > 0).sum() > 1000
+    assert (found > 0).sum() <= 2501
+
+
+def test_a_row_does_not_know_its_batch() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(5, 64)
+    mates = [sequence(position=3 + index, seed=index, temperature=1.0, top_p=0.9) for index in range(5)]
+    together = [token for token, _ in sample(logits.clone(), mates)]
+    alone = [sample(logits[index:index + 1].clone(), [mates[index]])[0][0] for index in range(5)]
+    assert together == alone
+
+
+def test_end_tokens_cannot_be_chosen_below_min_tokens() -> None:
+    logits = torch.tensor([[0.0, 9.0, 1.0]])
+    early = sequence(position=1, stop_ids=frozenset({1}), min_tokens=2, logprobs=1)
+    token, report = sample(logits.clone(), [early])[0]
+    assert token == 2
+    assert report is not None
+    assert list(report.top) == [1]  # the model's own preference is reported as it is
+    late = sequence(position=3, stop_ids=frozenset({1}), min_tokens=2)
+    assert sample(logits.clone(), [late])[0][0] == 1
+
+
+def test_logprobs_are_natural_and_before_temperature() -> None:
+    logits = torch.tensor([[1.0, 2.0, 4.0]])
+    table = torch.log_softmax(logits[0], -1)
+    token, report = sample(logits.clone(), [sequence(temperature=0.7, logprobs=2, top_k=1)])[0]
+    assert token == 2
+    assert report is not None
+    assert report.logprob == pytest.approx(float(table[2]))
+    assert report.top == pytest.approx({2: float(table[2]), 1: float(table[1])})
+    assert sample(logits, [sequence(logprobs=0)])[0][1].top == {}
