@@ -165,8 +165,10 @@ def _pooled(pairs: Pairs, rule: AccuracyRule, candidates: int, detectable: list[
     if not looks:
         drop, error = loss_of(pairs)
         detectable.append((z + POWER_80) * error * 100)
+        needed = required_items((sum(flip_counts(pairs)) + 1) / n, rule.margin)
         return Reason(check="accuracy", word="INCONCLUSIVE", allowed=allowed, found=(
-            f"{100 * drop:+.2f} points over {n} items; the first look is at {rule.looks[0]}"))
+            f"{100 * drop:+.2f} points over {n} items; the first look is at {rule.looks[0]}, and at this flip rate "
+            f"about {needed} items decide"))
     losses = [loss_of(pairs[:look]) for look in looks]
     decision = decide(np.array([[drop for drop, _ in losses]]), np.array([[error for _, error in losses]]), margin, z,
                       capped=looks[-1] == rule.looks[-1])
