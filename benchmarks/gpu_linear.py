@@ -1,13 +1,14 @@
 """Times every candidate of every linear on this GPU, cold caches, and checks each against its fp64 twin first.
 
-    python -m benchmarks.gpu_linear --json out.json [--impl fp8 ...] [--tokens 1 16 ...] [--variants] [--limit 240]
+    python -m benchmarks.gpu_linear --json out.json [--points all.json] [--impl fp8 ...] [--tokens 1 16 ...]
+                                    [--variants] [--limit 240]
 
 Shapes are Llama-3.1-8B's fused linears and its lm_head. A point is a CUDA graph of launches over distinct layers (at
 least 400 MB of weights, so that nothing is found in L2) replayed; the value is the median replay over the launches.
 Every configuration runs on a NaN-poisoned output and must agree with the twin before it is timed. Kernels are compiled
 beforehand by one process a core. ``--variants`` adds TMA, prefetch and PDL variations of the leading tiles.
 
-Printed: the best three a (linear, shape, tokens), and torch's own operator beside them; JSON holds every point.
+Printed: the best three a (linear, shape, tokens), and torch's own operator beside them.
 """
 
 from __future__ import annotations
@@ -16,20 +17,19 @@ import argparse
 import json
 import multiprocessing
 import os
-import platform
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor, wait
 from dataclasses import dataclass, replace
-from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 
+from benchmarks.gpu_ops import START, graph_us, say, write
 from engines.kernels.impl import DeviceFacts, KernelConfig, LinearShape, Packed
 from engines.kernels.linear.bf16 import Bf16Linear
 from engines.kernels.linear.fp8 import Fp8Linear
@@ -44,13 +44,9 @@ TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 2048, 16384)
 IMPLS: dict[str, NaturalLinear] = {impl.name: impl for impl in
                                    (Bf16Linear(), Fp8Linear(), Int8Linear(), Int8WeightOnlyLinear())}
 COLD_BYTES = 400e6
+READ_TB_S = 4.65  # a read-only kernel over 4 GiB on one H200
 LAUNCHES = 24  # in a graph at least, so that its own start (about 5 us) is no part of the figure
 RMS_LIMIT = 6e-3  # bf16 rounding is 1.7e-3, the fp8 accumulator adds up to 3e-3 at k = 14336
-START = time.time()
-
-
-def say(*words: object) -> None:
-    print(f"[{time.time() - START:6.1f}]", *words, flush=True)
 
 
 def device_facts() -> DeviceFacts:
@@ -95,7 +91,7 @@ def inputs(impl: NaturalLinear, m: int, k: int) -> tuple[torch.Tensor, torch.Ten
 
 
 def configs(impl: NaturalLinear, shape: LinearShape, device: DeviceFacts, variants: bool) -> list[KernelConfig]:
-    """The impl's candidates, and with ``variants`` other ways to feed the first dot and mm tiles."""
+    """The impl's candidates, and with ``variants`` other ways to feed the first dot tiles."""
     found = list(impl.candidates(shape, device))
     if variants and shape.m in (1, 16, 64) and impl.quantized_x:
         for config in [c for c in found if c.kernel == "dot"][:4]:
@@ -103,35 +99,12 @@ def configs(impl: NaturalLinear, shape: LinearShape, device: DeviceFacts, varian
             ahead = 2 * meta["BLOCK_K"] * impl.weight_dtypes[0].itemsize
             for change in ({"TMA": 0}, {"TMA": 2}, {"PREFETCH": ahead}):
                 found.append(replace(config, meta=tuple(sorted({**meta, **change}.items()))))
-    if variants and shape.m >= 2048:
-        for config in [c for c in found if c.kernel == "mm"][:2]:
-            found.append(replace(config, meta=tuple(sorted({**dict(config.meta), "GROUP_M": 8}.items()))))
     return list(dict.fromkeys(found))
 
 
 def launch(layers: Layers, layer: int, config: KernelConfig, x: torch.Tensor, x_scale: torch.Tensor | None,
            out: torch.Tensor, workspace: torch.Tensor | None) -> None:
     layers.impl.launch(x, layers.packed[layer], config, out, x_scale=x_scale, workspace=workspace)
-
-
-def graph_us(step: Callable[[], None], launches: int, replays: int) -> tuple[float, float]:
-    """(median, relative spread) of a replay in microseconds a launch."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            step()
-        for _ in range(2):
-            graph.replay()
-        marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(replays)]
-        for begin, end in marks:
-            begin.record()
-            graph.replay()
-            end.record()
-        torch.cuda.synchronize()
-    times = sorted(a.elapsed_time(b) * 1e3 / launches for a, b in marks)
-    middle = statistics.median(times)
-    return middle, (times[-1] - times[0]) / middle
 
 
 def compile_one(job: tuple[str, int, KernelConfig, int]) -> None:
@@ -195,18 +168,17 @@ def measure(layers: Layers, m: int, todo: Iterable[KernelConfig], op: str, deadl
 
             launches = len(layers.packed) * (1 if m >= 2048 else -(-LAUNCHES // len(layers.packed)))
 
-            def step(config: KernelConfig = config, workspace: torch.Tensor | None = workspace,
-                     launches: int = launches) -> None:
-                for i in range(launches):
-                    launch(layers, i % len(layers.packed), config, x, x_scale, out, workspace)
-
-            us, spread = graph_us(step, launches, 5 if m >= 2048 else 9)
+            steps = [partial(launch, layers, i % len(layers.packed), config, x, x_scale, out, workspace)
+                     for i in range(launches)]
+            times = graph_us(steps, 5 if m >= 2048 else 9)
+            us = statistics.median(times)
         except Exception as problem:
             say(f"  FAILED {impl.name} {op} m={m} {label(config)} {type(problem).__name__} {str(problem)[:150]}")
             continue
         points.append({"impl": impl.name, "op": op, "m": m, "config": config.to_json(), "label": label(config),
-                       "us": round(us, 3), "spread": round(spread, 3), "tb_s": round(size / us / 1e6, 3),
-                       "tflop_s": round(2e-6 * m * n * k / us, 1), "rms_error": float(f"{error:.2g}")})
+                       "us": round(us, 3), "spread": round(max(times) - min(times), 3),
+                       "tb_s": round(size / us / 1e6, 3), "tflop_s": round(2e-6 * m * n * k / us, 1),
+                       "rms_error": float(f"{error:.2g}")})
     return sorted(points, key=lambda p: p["us"])
 
 
@@ -226,13 +198,7 @@ def library_us(layers: Layers, m: int) -> tuple[float, str]:
         return float("nan"), ""
     calls[0]()
 
-    rounds = 1 if m >= 2048 else -(-LAUNCHES // len(calls))
-
-    def step() -> None:
-        for call in calls * rounds:
-            call()
-
-    return graph_us(step, len(calls) * rounds, 5)[0], name
+    return statistics.median(graph_us(calls * (1 if m >= 2048 else -(-LAUNCHES // len(calls))), 5)), name
 
 
 def sweep(impl: NaturalLinear, tokens: list[int], choose: Callable[[NaturalLinear, LinearShape], list[KernelConfig]],
@@ -280,15 +246,25 @@ def summary(points: list[dict[str, Any]], tokens: list[int]) -> None:
             say(f"{name} m={m} 32 layers, us:", ", ".join(words))
 
 
-def write(path: Path, device: DeviceFacts, points: list[dict[str, Any]]) -> None:
-    versions = {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__}
-    path.write_text(json.dumps({"date": str(date.today()), "device": device.name, "command": sys.argv,
-                                "versions": versions, "cells": points}))
+def cells(points: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The best a (linear, shape, tokens). Floor, up to 64 tokens: the weights read at 4.65 TB/s; peer: torch."""
+    found = []
+    for key in dict.fromkeys((p["impl"], p["op"], p["m"]) for p in points):
+        here = [p for p in points if (p["impl"], p["op"], p["m"]) == key]
+        ours = min((p for p in here if p["config"]), key=lambda p: p["us"], default=None)
+        peer = min((p for p in here if p["label"].startswith(("torch", "_"))), key=lambda p: p["us"], default=None)
+        if ours is not None:
+            found.append({"name": "linear {} {} m={}".format(*key), "value": ours["us"], "unit": "us",
+                          "floor": round(ours["us"] * ours["tb_s"] / READ_TB_S, 3) if key[2] <= 64 else None,
+                          "peer": peer and peer["us"], "peer_name": peer and peer["label"].split(":")[0],
+                          "spread": ours["spread"]})
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, required=True)
+    parser.add_argument("--json", type=Path, required=True, help="the best of each, as evals.bench writes cells")
+    parser.add_argument("--points", type=Path, help="every point, as plain JSON")
     parser.add_argument("--impl", nargs="+", choices=list(IMPLS), default=list(IMPLS))
     parser.add_argument("--tokens", nargs="+", type=int, default=list(TOKENS))
     parser.add_argument("--variants", action="store_true")
@@ -309,7 +285,9 @@ def main() -> None:
     points: list[dict[str, Any]] = []
     for name in args.impl:
         points += sweep(IMPLS[name], args.tokens, choose, failed, START + args.limit)
-        write(args.json, device, points)
+        write(str(args.json), cells(points))
+        if args.points:
+            args.points.write_text(json.dumps(points))
     summary(points, args.tokens)
 
 

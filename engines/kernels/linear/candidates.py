@@ -95,12 +95,20 @@ def _fits(tile: DotTile, block_m: int, shape: LinearShape, device: DeviceFacts, 
 
 def mm_candidates(tiles: Iterable[MmTile], shape: LinearShape, device: DeviceFacts, element_bytes: int,
                   out_bytes: int = 2) -> Iterator[KernelConfig]:
-    """Persistent tiles for many tokens; none where TMA is missing or the rows are not multiples of 16 bytes."""
+    """Persistent tiles for many tokens; none where TMA is missing or the rows are not multiples of 16 bytes.
+
+    The leading tile is offered with both heights of the walk through L2; the taller one won where n is large.
+    """
     if device.capability < HOPPER or shape.k * element_bytes % 16 or shape.n * out_bytes % 16:
         return
+    heights = (16, 8) if shape.n > 8192 else (8, 16)
+    leading = True
     for block_m, block_n, k_bytes, stages, warps, epilogue in tiles:
         shared = stages * k_bytes * (block_m + block_n) + block_m * block_n * out_bytes // epilogue
-        if shared <= device.shared_bytes - _SHARED_RESERVE:
+        if shared > device.shared_bytes - _SHARED_RESERVE:
+            continue
+        for height in heights if leading else heights[:1]:
             yield KernelConfig.of("mm", num_warps=warps, num_stages=stages, pdl=True, BLOCK_M=block_m,
-                                  BLOCK_N=block_n, BLOCK_K=k_bytes // element_bytes, GROUP_M=16, EPILOGUE=epilogue,
-                                  PROGRAMS=device.num_sms)
+                                  BLOCK_N=block_n, BLOCK_K=k_bytes // element_bytes, GROUP_M=height,
+                                  EPILOGUE=epilogue, PROGRAMS=device.num_sms)
+        leading = False
