@@ -151,9 +151,12 @@ class CalibrationSet:
     def rows(self) -> int:
         return self.tokens.shape[0]
 
-    def batches(self, rows: int | None = None) -> list[torch.Tensor]:
-        """int64 token ids [b, length] with b <= 8, of the first ``rows`` rows (default all)."""
-        return list(self.tokens[:rows].long().split(BATCH_ROWS))
+    def batches(self, rows: int | None = None, seed: int = 0) -> list[torch.Tensor]:
+        """int64 token ids [b, length] with b <= 8; of all rows, or of ``rows`` of them drawn by ``seed``."""
+        chosen = range(self.rows)
+        if rows is not None and rows < self.rows:
+            chosen = sorted(random.Random(seed).sample(chosen, rows))  # type: ignore[assignment]
+        return list(self.tokens[list(chosen)].long().split(BATCH_ROWS))
 
     def fingerprints(self) -> Fingerprints:
         held = load_file(self.artifact.file(_FINGERPRINTS))

@@ -120,6 +120,7 @@ def load_model(checkpoint: QuantizedCheckpoint) -> PreTrainedModel:
     config._attn_implementation = _FAKE_KV if checkpoint.kv.quantized else "sdpa"
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.tie_weights()
     held: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in checkpoint.tensors():
         module, _, leaf = name.rpartition(".")

@@ -14,7 +14,8 @@ from __future__ import annotations
 import contextlib
 import io
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from modelopt.torch.quantization.nn import TensorQuantizer
 from torch import nn
 
 from calib.errors import CalibError
+from calib.layers import scale_shape
 from calib.progress import Progress, Report
 from calib.scheme import CODE_MAX, Grid, Scheme
 
@@ -83,9 +85,7 @@ def attach(model: nn.Module, schemes: Mapping[str, Scheme], attentions: Sequence
             config.append({"quantizer_name": f"{module}.input_quantizer",
                            "cfg": _activation_attributes(scheme.activation)})
     if kv.quantized:
-        for attention in attentions:
-            config += [{"quantizer_name": f"{attention}.{side}_bmm_quantizer", "cfg": _activation_attributes(kv)}
-                       for side in "kv"]
+        config += [{"quantizer_name": name, "cfg": _activation_attributes(kv)} for name in kv_quantizers(attentions)]
     algorithm: Any = "max" if alpha_step is None else {"method": "awq_lite", "alpha_step": alpha_step}
     passes = 1 if alpha_step is None else 2
     with quiet(), torch.inference_mode():
@@ -98,8 +98,7 @@ class _Loop:
 
     def __init__(self, batches: Sequence[torch.Tensor], report: Report, passes: int, *, search: bool) -> None:
         self._batches, self._report, self._search = batches, report, search
-        self._done, self._total, self._pass = 0.0, 0.0, 0
-        self._passes = passes
+        self._pass, self._passes = 0, passes
 
     def __call__(self, model: nn.Module) -> None:
         body: Any = getattr(model, "model")  # noqa: B009 (nn.Module types attributes as Tensor | Module)
@@ -148,24 +147,41 @@ def set_activations(model: nn.Module, schemes: Mapping[str, Scheme]) -> None:
         quantizer.set_from_attribute_config(QuantizerAttributeConfig(**_activation_attributes(scheme.activation)))
 
 
+def _collect(quantizers: Sequence[TensorQuantizer], run: Callable[[], object]) -> None:
+    """Let quantizers see values anew: forget amax, watch while ``run`` runs, then quantize with what was seen."""
+    for quantizer in quantizers:
+        quantizer.reset_amax()
+        quantizer.disable_quant()
+        quantizer.enable_calib()
+    with quiet(), torch.inference_mode():
+        run()
+    for quantizer in quantizers:
+        quantizer.load_calib_amax()
+        quantizer.disable_calib()
+        quantizer.enable_quant()
+
+
 def recalibrate_weights(model: nn.Module, schemes: Mapping[str, Scheme]) -> None:
     """Collect weight amax again after the weights were changed."""
-    with quiet(), torch.inference_mode():
-        for module in schemes:
-            quantizer = _quantizer(model, f"{module}.weight_quantizer")
-            quantizer.reset_amax()
-            quantizer.disable_quant()
-            quantizer.enable_calib()
-            quantizer(model.get_submodule(module).weight)
-            quantizer.load_calib_amax()
-            quantizer.disable_calib()
-            quantizer.enable_quant()
+    for module in schemes:
+        quantizer = _quantizer(model, f"{module}.weight_quantizer")
+        _collect([quantizer], partial(quantizer, model.get_submodule(module).weight))
+
+
+def calibrate_kv(model: nn.Module, attentions: Sequence[str], batches: Sequence[torch.Tensor], report: Report) -> None:
+    """Collect key and value amax again (after smoothing has changed the values)."""
+    _collect([_quantizer(model, name) for name in kv_quantizers(attentions)],
+             partial(_Loop(batches, report, 1, search=False), model))
+
+
+def kv_quantizers(attentions: Sequence[str]) -> list[str]:
+    return [f"{attention}.{side}_bmm_quantizer" for attention in attentions for side in "kv"]
 
 
 @contextlib.contextmanager
-def without_weights_of(model: nn.Module, modules: Sequence[str]) -> Iterator[None]:
-    """The named modules unquantized inside this block."""
-    quantizers = [_quantizer(model, f"{module}.weight_quantizer") for module in modules]
+def disabled(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """The named quantizers let everything through inside this block."""
+    quantizers = [_quantizer(model, name) for name in names]
     for quantizer in quantizers:
         quantizer.disable()
     try:
@@ -173,21 +189,6 @@ def without_weights_of(model: nn.Module, modules: Sequence[str]) -> Iterator[Non
     finally:
         for quantizer in quantizers:
             quantizer.enable()
-
-
-def calibrate_kv(model: nn.Module, attentions: Sequence[str], batches: Sequence[torch.Tensor], report: Report) -> None:
-    """Collect key and value amax again (after smoothing has changed the values)."""
-    quantizers = [_quantizer(model, f"{attention}.{side}_bmm_quantizer") for attention in attentions for side in "kv"]
-    for quantizer in quantizers:
-        quantizer.reset_amax()
-        quantizer.disable_quant()
-        quantizer.enable_calib()
-    with quiet(), torch.inference_mode():
-        _Loop(batches, report, 1, search=False)(model)
-    for quantizer in quantizers:
-        quantizer.load_calib_amax()
-        quantizer.disable_calib()
-        quantizer.enable_quant()
 
 
 def settle(model: nn.Module, schemes: Mapping[str, Scheme]) -> None:
@@ -203,13 +204,25 @@ def settle(model: nn.Module, schemes: Mapping[str, Scheme]) -> None:
     recalibrate_weights(model, schemes)
 
 
+def project_weights(model: nn.Module, schemes: Mapping[str, Scheme]) -> None:
+    """Replace each weight by its rounded value, its scale kept.
+
+    The export divides bf16 weights in bf16 and rounds twice: on unprojected weights a few codes come out one step off.
+    A value that already lies on its grid finds its code again whatever the precision of the division.
+    """
+    with quiet(), torch.inference_mode():
+        for module in schemes:
+            weight: Any = model.get_submodule(module).weight
+            weight.copy_(_quantizer(model, f"{module}.weight_quantizer")(weight))
+
+
 def check_scales(model: nn.Module, schemes: Mapping[str, Scheme], attentions: Sequence[str], kv: Grid) -> None:
     """Every quantizer of the plan saw data: amax finite and > 0. CalibrationDataError names the module."""
     names = [f"{module}.weight_quantizer" for module in schemes]
     names += [f"{module}.input_quantizer" for module, scheme in schemes.items()
               if scheme.activation is not None and not scheme.activation.dynamic]
     if kv.quantized:
-        names += [f"{attention}.{side}_bmm_quantizer" for attention in attentions for side in "kv"]
+        names += kv_quantizers(attentions)
     for name in names:
         amax = _quantizer(model, name).amax
         if amax is None:
@@ -217,6 +230,20 @@ def check_scales(model: nn.Module, schemes: Mapping[str, Scheme], attentions: Se
         if not torch.isfinite(amax).all() or not (amax > 0).any() or ((amax == 0).any() and amax.numel() == 1):
             raise CalibrationDataError(f"{name} has the scale {float(amax.max()):g}",
                                        "A zero or non-finite tensor cannot be quantized; keep this module in bf16.")
+
+
+def check_inputs(amax: Mapping[str, torch.Tensor]) -> None:
+    """Per-channel input statistics are finite, and not all zero. CalibrationDataError names the module."""
+    for module, seen in amax.items():
+        if not torch.isfinite(seen).all() or not (seen > 0).any():
+            raise CalibrationDataError(f"the input of {module} was {'all zero' if not seen.any() else 'not finite'}",
+                                       "No data reached it, or the model overflows; keep this module in bf16.")
+
+
+def of_module(model: nn.Module, module: str) -> list[str]:
+    """Names of a module's enabled weight and input quantizers."""
+    return [name for name in (f"{module}.weight_quantizer", f"{module}.input_quantizer")
+            if _quantizer(model, name).is_enabled]
 
 
 def enabled_modules(model: nn.Module) -> set[str]:
@@ -234,10 +261,16 @@ def kv_scales(model: nn.Module, attentions: Sequence[str], kv: Grid) -> Iterator
 
 
 def weight_scale(model: nn.Module, module: str, grid: Grid) -> torch.Tensor:
-    """f32 scale [] or [out] of a module's weight."""
-    amax = _quantizer(model, f"{module}.weight_quantizer").amax
-    scale = (amax / CODE_MAX[grid.dtype]).detach().float()
-    return scale.reshape(()) if scale.numel() == 1 and grid.granularity.kind == "tensor" else scale.flatten()
+    """f32 scale of a module's weight in the canonical shape. A row or group of zeros has the scale 1."""
+    amax = _quantizer(model, f"{module}.weight_quantizer").amax.detach().float()
+    weight: Any = model.get_submodule(module).weight
+    scale = torch.where(amax > 0, amax / CODE_MAX[grid.dtype], torch.ones_like(amax))
+    return scale.reshape(scale_shape(grid, (weight.shape[0], weight.shape[1])))
+
+
+def input_scale(model: nn.Module, module: str, grid: Grid) -> torch.Tensor:
+    """f32 scale [] of a module's static activation."""
+    return (input_amax(model, module).float() / CODE_MAX[grid.dtype]).reshape(())
 
 
 def export_unified(model: nn.Module, folder: Path) -> None:

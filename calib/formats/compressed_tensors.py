@@ -24,8 +24,9 @@ from calib.formats.hf import Shards, write_shards
 from calib.layers import attention_names, check_scale_shape
 from calib.scheme import BF16, Grid, PerBlock, PerChannel, PerGroup, PerTensor, PerToken, Scheme
 
-_FORMATS = {"int-quantized", "float-quantized", "naive-quantized", "pack-quantized"}
+_FORMATS = {"int-quantized", "float-quantized", "naive-quantized", "pack-quantized", "dense"}
 _STRATEGIES = {"tensor": PerTensor, "channel": PerChannel, "token": PerToken}
+_WRITTEN = {"int4": "pack-quantized", "int8": "int-quantized", "fp8_e4m3": "float-quantized"}
 _NAMES = {"weight_packed": "weight", "weight_zero_point": "weight_zero", "weight_g_idx": "g_idx"}
 
 
@@ -158,17 +159,16 @@ class CompressedTensorsLayout:
               tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Write a canonical stream into ``folder``: config.json and weights.
 
-        All quantized modules must share one Scheme without pre_quant_scale (CalibError otherwise); modules that are
+        Without schemes it is a ``dense`` folder (for an fp8 KV cache alone). All quantized modules must share one Scheme without pre_quant_scale (CalibError otherwise); modules that are
         absent from ``schemes`` go on the ignore list.
         """
-        scheme = self._writable(schemes)
-        int4 = scheme.weight.dtype == "int4"
+        scheme = self._writable(schemes) if schemes else None
         unquantized: list[str] = []
 
         def raw() -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor in tensors:
                 module, _, leaf = name.rpartition(".")
-                if module in schemes:
+                if scheme is not None and module in schemes:
                     yield from _raw_tensors(module, leaf, tensor, scheme)
                 else:
                     if leaf == "weight" and tensor.dim() == 2 and "embed" not in module:
@@ -176,11 +176,12 @@ class CompressedTensorsLayout:
                     yield name, tensor
 
         write_shards(folder, raw())
-        kind = "pack-quantized" if int4 else "int-quantized" if scheme.weight.dtype == "int8" else "float-quantized"
-        group = {"weights": _section(scheme.weight), "targets": ["Linear"], "output_activations": None, "format": kind,
-                 "input_activations": None if scheme.activation is None else _section(scheme.activation)}
+        kind = "dense" if scheme is None else _WRITTEN[scheme.weight.dtype]
+        groups = {} if scheme is None else {"group_0": {
+            "weights": _section(scheme.weight), "targets": ["Linear"], "output_activations": None, "format": kind,
+            "input_activations": None if scheme.activation is None else _section(scheme.activation)}}
         section = {"quant_method": "compressed-tensors", "format": kind, "quantization_status": "compressed",
-                   "config_groups": {"group_0": group}, "ignore": sorted({*unquantized, "lm_head"}),
+                   "config_groups": groups, "ignore": sorted({*unquantized, "lm_head"}),
                    "kv_cache_scheme": _section(kv) if kv.quantized else None}
         (folder / "config.json").write_text(json.dumps({**config, "quantization_config": section}, indent=2,
                                                        sort_keys=True) + "\n", encoding="utf-8")

@@ -1,0 +1,261 @@
+"""The stage as a story: plan, load, find scales, look at the result, write it, prove it.
+
+Nothing half-written is ever left: the checkpoint grows in a hidden sibling and is renamed when it is whole and has been
+read back. What was measured on the way (a loss for each candidate) is kept in another sibling, as JSON, so a killed run
+goes on; the choice, and with it the digest, comes out the same.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from calib.artifact import ArtifactWriter, canonical_json, installed_versions, sha256_hex, write_atomic
+from calib.checkpoint import FORMAT, KIND, QuantizedCheckpoint
+from calib.dataset import CalibrationSet, pack_texts, refuse_overlap
+from calib.errors import CalibError
+from calib.formats.compressed_tensors import CompressedTensorsLayout
+from calib.formats.gguf import SOURCE_FILE
+from calib.formats.hf import read_json, write_shards
+from calib.layers import family_of
+from calib.model import check_finite, load_hf, resolve_model
+from calib.plan import CalibrationPlan, KvChoice, check_disk, make_plan
+from calib.progress import Progress, Report, silent
+from calib.recipe import Recipe
+from calib.sanity import check_after, observe
+from calib.scheme import Scheme
+from calib.text import Tokenizer
+from calib.verify import verify_folder
+
+Inspect = Callable[[nn.Module], None]
+_CHOOSE_LENGTH = 256
+
+
+class CoverageError(CalibError):
+    """The checkpoint does not hold what the plan said."""
+
+    code = "coverage"
+
+
+@dataclass(slots=True)
+class _Memory:
+    """Losses measured so far, kept in ``path`` under the key of everything they depend on."""
+
+    path: Path
+    key: str
+    losses: dict[str, float] = field(default_factory=dict)
+
+    def load(self) -> None:
+        if self.path.is_file():
+            held = json.loads(self.path.read_bytes())
+            self.losses = held["losses"] if held.get("key") == self.key else {}
+
+    def __call__(self, name: str, measure: Callable[[], float]) -> float:
+        if name not in self.losses:
+            self.losses[name] = measure()
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomic(self.path, canonical_json({"key": self.key, "losses": self.losses}))
+        return self.losses[name]
+
+
+@dataclass(slots=True)
+class _Outcome:
+    """What the methods decided."""
+
+    schemes: dict[str, Scheme]
+    record: dict[str, Any] = field(default_factory=dict)
+    evidence: dict[str, Any] = field(default_factory=dict)
+
+
+def quantize(model: str | Path, recipe: Recipe, out: Path, *, kv_cache: KvChoice = "bf16",
+             calibration: CalibrationSet, choose_texts: Sequence[str] = (), report: Report = silent,
+             inspect: Inspect | None = None, resume: bool = True, seed: int = 0, offline: bool = False
+             ) -> QuantizedCheckpoint:
+    """Calibrate ``model`` by ``recipe`` and write a validated checkpoint to ``out`` (which must not exist).
+
+    ``choose_texts`` are for measured choices (smoothing strength, protected layers) and must overlap neither
+    calibration nor evaluation. ``inspect`` is called once with the finished model in memory: fake-quantized, exactly
+    what was written. ``resume`` False forgets what an earlier, killed run measured. ``seed`` picks the calibration rows
+    where the set has more than the recipe uses. The same inputs on the same kind of
+    machine give the same digest. Errors: those of ``make_plan``, CalibrationDataError, SanityError, CoverageError,
+    DiskSpaceError, ArtifactError; each names the module or file.
+    """
+    started = time.monotonic()
+    plan = make_plan(model, recipe, kv_cache, out=Path(out), length=calibration.tokens.shape[1], offline=offline)
+    check_disk(plan)
+    folder = resolve_model(model, offline=offline)
+    source = QuantizedCheckpoint.open(folder)
+    tokenizer = source.tokenizer()
+    calibration.check_tokenizer(tokenizer)
+    refuse_overlap(calibration, choose_texts, "calibration and choose texts")
+    with ArtifactWriter(Path(out), KIND, FORMAT, parents=[calibration.digest]) as writer:
+        work = writer.path.with_name(f".{writer.path.name}.work")
+        if not resume:
+            shutil.rmtree(work, ignore_errors=True)
+        memory = _Memory(work / "losses.json", _inputs_key(plan, source, calibration, choose_texts, seed))
+        memory.load()
+        batches = calibration.batches(recipe.rows, seed)
+        stage = _Stage(plan, source, tokenizer, batches, tuple(choose_texts), report, inspect, memory)
+        outcome = stage.run(writer.folder)
+        writer.record = _record(plan, source, calibration, outcome, seed)
+        outcome.evidence |= {"seconds": round(time.monotonic() - started, 2), "model": str(model),
+                             "losses": memory.losses, "versions": installed_versions(),
+                             "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
+        writer.evidence("calibration.json").write_bytes(json.dumps(outcome.evidence, indent=1).encode())
+        report(Progress("write", 1, 1, "checkpoint"))
+    shutil.rmtree(work, ignore_errors=True)
+    return QuantizedCheckpoint.open(writer.path)
+
+
+def _inputs_key(plan: CalibrationPlan, source: QuantizedCheckpoint, calibration: CalibrationSet,
+                choose_texts: Sequence[str], seed: int) -> str:
+    return sha256_hex(canonical_json({
+        "recipe": plan.recipe.model_dump(mode="json"), "kv": str(plan.kv), "source": source.digest,
+        "calibration": calibration.digest, "choose": [sha256_hex(text.encode()) for text in choose_texts],
+        "seed": seed, "versions": installed_versions()}))
+
+
+def _record(plan: CalibrationPlan, source: QuantizedCheckpoint, calibration: CalibrationSet, outcome: _Outcome,
+            seed: int) -> dict[str, Any]:
+    counts: dict[str, int] = {}
+    for scheme in outcome.schemes.values():
+        counts[str(scheme)] = counts.get(str(scheme), 0) + 1
+    return {"recipe": plan.recipe.name, "recipe_content": plan.recipe.model_dump(mode="json"),
+            "kv": plan.kv.model_dump(mode="json"), "layout": plan.layout, "group_size": plan.group_size,
+            "architecture": plan.architecture, "schemes": counts, "unquantized": _unquantized(plan, outcome),
+            "source": source.digest, "source_grid": plan.source_grid, "calibration": calibration.digest,
+            "calibration_rows": min(plan.recipe.rows, calibration.rows), "seed": seed, **outcome.record}
+
+
+def _unquantized(plan: CalibrationPlan, outcome: _Outcome) -> dict[str, str]:
+    protected = {name: "protected: its loss in low precision was among the largest" for name in plan.schemes
+                 if name not in outcome.schemes}
+    return dict(sorted({**plan.left, **protected}.items()))
+
+
+@dataclass(slots=True)
+class _Stage:
+    """One run: the inputs, and the steps between plan and folder."""
+
+    plan: CalibrationPlan
+    source: QuantizedCheckpoint
+    tokenizer: Tokenizer
+    batches: list[torch.Tensor]
+    choose_texts: tuple[str, ...]
+    report: Report
+    inspect: Inspect | None
+    memory: _Memory
+
+    def run(self, folder: Path) -> _Outcome:
+        """Fill ``folder`` with the checkpoint's files."""
+        plain = self.plan.recipe.method == "none" and not self.plan.kv.quantized
+        outcome = self._unchanged(folder) if plain else self._calibrated(folder)
+        self._side_files(folder)
+        self.report(Progress("verify", 0, 1, "checkpoint"))
+        written = QuantizedCheckpoint(folder, None)
+        if written.schemes != outcome.schemes or written.kv != self.plan.kv:
+            wrong = next((name for name in sorted({*written.schemes, *outcome.schemes})
+                          if written.schemes.get(name) != outcome.schemes.get(name)), "the KV cache")
+            raise CoverageError(f"{wrong} was planned as {outcome.schemes.get(wrong)} and written as "
+                                f"{written.schemes.get(wrong)}", "This is a fault of the toolkit or of modelopt.")
+        faults = verify_folder(written)
+        if faults:
+            raise CoverageError(f"the checkpoint came out wrong: {faults[0]}",
+                                "This is a fault of the toolkit or of modelopt.")
+        return outcome
+
+    def _unchanged(self, folder: Path) -> _Outcome:
+        """The bf16 recipe: every tensor in bf16, a tied head left out."""
+        check_finite(self.source.shards)
+        tied = self.plan.tied_embeddings
+
+        def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+            for index, (name, tensor) in enumerate(self.source.tensors()):
+                self.report(Progress("copy weights", index, len(self.source.shards), "tensor"))
+                if not (tied and name == "lm_head.weight"):
+                    yield name, tensor.to(torch.bfloat16)
+
+        write_shards(folder, tensors())
+        self._write_config(folder, None)
+        if self.inspect is not None:
+            self.inspect(load_hf(folder))
+        return _Outcome({})
+
+    def _calibrated(self, folder: Path) -> _Outcome:
+        from calib import methods, quantizer  # modelopt takes seconds to import: the bf16 recipe runs without it
+        self.report(Progress("load model", 0, 1, "model"))
+        model = load_hf(self.source.path)
+        row = self.batches[0][:1]
+        before = observe(model, row)
+        outcome = self._find_scales(methods, model)
+        outcome.evidence |= check_after(model, before, row, self.tokenizer)
+        enabled = quantizer.enabled_modules(model)
+        if enabled != set(outcome.schemes):
+            wrong = min(enabled ^ set(outcome.schemes))
+            raise CoverageError(f"{wrong} is {'not ' if wrong in outcome.schemes else ''}quantized, against the plan",
+                                "This is a fault of the toolkit or of modelopt.")
+        if self.inspect is not None:
+            self.inspect(model)
+        self.report(Progress("export", 0, 1, "checkpoint"))
+        if self.plan.layout == "modelopt":
+            quantizer.export_unified(model, folder)
+            self._write_config(folder, read_json(folder / "config.json")["quantization_config"])
+        else:
+            CompressedTensorsLayout().write(folder, self._config(), outcome.schemes, self.plan.kv,
+                                            methods.canonical_tensors(model, self.plan, outcome.schemes))
+        return outcome
+
+    def _find_scales(self, methods: Any, model: nn.Module) -> _Outcome:
+        plan, recipe, batches = self.plan, self.plan.recipe, self.batches
+        family = family_of(self.source.config, str(self.source.path))
+        schemes, record = plan.schemes, dict[str, Any]()
+        if recipe.protect:
+            layers = methods.choose_protected(load_hf(self.source.path), plan, family, self._choose_tokens(), batches,
+                                              self.memory, self.report)
+            schemes = {name: scheme for name, scheme in schemes.items()
+                       if not any(name.startswith(f"{family.layers}.{layer}.") for layer in layers)}
+            record["protected_layers"] = layers
+        if recipe.method == "awq_lite":
+            methods.run_awq(model, plan, schemes, batches, self.report)
+        elif recipe.method == "smooth":
+            choose = self._choose_tokens() if len(recipe.alphas) > 1 else batches[0]
+            record["alpha"] = methods.run_smooth(model, plan, schemes, batches, self.report, family=family,
+                                                 source=self.source.shards, choose=choose, measure=self.memory)
+        else:
+            methods.run_max(model, plan, schemes, batches, self.report)
+        return _Outcome(schemes, record)
+
+    def _choose_tokens(self) -> torch.Tensor:
+        length = min(_CHOOSE_LENGTH, self.plan.recipe.choose_tokens)
+        return pack_texts(self.choose_texts, self.tokenizer, length, self.plan.recipe.choose_tokens // length)
+
+    def _config(self) -> dict[str, Any]:
+        config = {key: value for key, value in self.source.config.items() if key != "torch_dtype"}
+        return {**config, "dtype": "bfloat16"}
+
+    def _write_config(self, folder: Path, quantization: dict[str, Any] | None) -> None:
+        config = self._config()
+        if quantization is not None:
+            config["quantization_config"] = quantization
+        (folder / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+    def _side_files(self, folder: Path) -> None:
+        """Tokenizer, template, generation_config, and where the weights came from."""
+        self.tokenizer.save(folder)
+        if not (folder / "generation_config.json").is_file():
+            (folder / "generation_config.json").write_text(
+                json.dumps({"eos_token_id": list(self.tokenizer.eos_ids)}) + "\n", encoding="utf-8")
+        origin = self.source.path / SOURCE_FILE
+        if origin.is_file():
+            (folder / SOURCE_FILE).write_bytes(origin.read_bytes())
+
+

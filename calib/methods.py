@@ -1,0 +1,139 @@
+"""The methods of a recipe, each a short story over modelopt's quantizers: max, smooth, awq_lite, measured choices.
+
+A method leaves the model fake-quantized exactly as it will be written, so that whoever looks at it sees the checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from calib import quantizer
+from calib.formats.hf import Shards
+from calib.grids import quantize_weight
+from calib.layers import Family, natural_key
+from calib.plan import CalibrationPlan
+from calib.progress import Progress, Report, silent
+from calib.scheme import BF16, Scheme
+from calib.smoothing import fold, restore
+
+#: Remembers a measured loss by name, or measures it: what makes a killed run go on where it was.
+Measure = Callable[[str, Callable[[], float]], float]
+_SCORED_ROWS = 4
+
+
+def mean_nll(model: nn.Module, tokens: torch.Tensor) -> float:
+    """Mean negative log-likelihood, nats per token, of rows [n, s] given their own beginnings."""
+    total, count = 0.0, 0
+    with torch.inference_mode():
+        for rows in tokens.split(_SCORED_ROWS):
+            logits = model(rows, use_cache=False).logits[:, :-1].float()
+            total += functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum").item()
+            count += rows[:, 1:].numel()
+    return total / count
+
+
+def run_max(model: nn.Module, plan: CalibrationPlan, schemes: dict[str, Scheme], batches: Sequence[torch.Tensor],
+            report: Report) -> None:
+    """Scale = largest magnitude seen. Also the way to an fp8 KV cache beside bf16 weights."""
+    quantizer.attach(model, schemes, plan.attentions, plan.kv, batches, report)
+    quantizer.check_scales(model, schemes, plan.attentions, plan.kv)
+    _round_unquantized(model, schemes)
+    quantizer.project_weights(model, schemes)
+
+
+def run_awq(model: nn.Module, plan: CalibrationPlan, schemes: dict[str, Scheme], batches: Sequence[torch.Tensor],
+            report: Report) -> None:
+    """awq_lite's search, then the roundings that the export makes."""
+    quantizer.attach(model, schemes, plan.attentions, plan.kv, batches, report, alpha_step=plan.recipe.alpha_step)
+    quantizer.settle(model, schemes)
+    quantizer.check_scales(model, schemes, plan.attentions, plan.kv)
+    quantizer.project_weights(model, schemes)
+
+
+def run_smooth(model: nn.Module, plan: CalibrationPlan, schemes: dict[str, Scheme], batches: Sequence[torch.Tensor],
+               report: Report, *, family: Family, source: Shards, choose: torch.Tensor, measure: Measure) -> float:
+    """Statistics once, then each strength folded, measured on ``choose`` and taken back; the best one stays.
+
+    Returns the chosen alpha. Equal losses go to the weaker smoothing.
+    """
+    quantizer.attach(model, schemes, plan.attentions, plan.kv, batches, report, channel_statistics=True)
+    amax = {module: quantizer.input_amax(model, module) for module in schemes}
+    quantizer.check_inputs(amax)
+    quantizer.set_activations(model, schemes)
+    kv = quantizer.kv_quantizers(plan.attentions) if plan.kv.quantized else []
+
+    def apply(alpha: float) -> None:
+        restore(model, family, source)
+        fold(model, family, amax, alpha)
+        _round_unquantized(model, schemes)
+        quantizer.recalibrate_weights(model, schemes)
+
+    def loss(alpha: float) -> float:
+        apply(alpha)
+        with quantizer.disabled(model, kv):
+            return mean_nll(model, choose)
+
+    alphas = sorted(plan.recipe.alphas)
+    losses: dict[float, float] = {}
+    for index, alpha in enumerate(alphas if len(alphas) > 1 else []):
+        report(Progress("choose smoothing", index, len(alphas), "strength"))
+        losses[alpha] = measure(f"alpha {alpha:g}", lambda alpha=alpha: loss(alpha))  # type: ignore[misc]
+    best = min(alphas, key=lambda alpha: losses.get(alpha, 0.0))
+    apply(best)
+    if kv:
+        quantizer.calibrate_kv(model, plan.attentions, batches, report)
+    quantizer.check_scales(model, schemes, plan.attentions, plan.kv)
+    quantizer.project_weights(model, schemes)
+    return best
+
+
+def choose_protected(model: nn.Module, plan: CalibrationPlan, family: Family, choose: torch.Tensor,
+                     batches: Sequence[torch.Tensor], measure: Measure, report: Report) -> list[int]:
+    """The ``protect`` decoder layers whose unquantized weights lower the loss on ``choose`` most.
+
+    Measured with plain rounding on the recipe's grids, before any search; attaches quantizers to ``model``.
+    """
+    schemes = plan.schemes
+    quantizer.attach(model, schemes, plan.attentions, BF16, batches, silent)
+    losses = []
+    for layer in range(plan.num_layers):
+        report(Progress("choose protected layers", layer, plan.num_layers, "layer"))
+        names = [name for module in schemes if module.startswith(f"{family.layers}.{layer}.")
+                 for name in quantizer.of_module(model, module)]
+
+        def loss(names: list[str] = names) -> float:
+            with quantizer.disabled(model, names):
+                return mean_nll(model, choose)
+
+        losses.append((measure(f"protect layer {layer}", loss), layer))
+    return sorted(layer for _, layer in sorted(losses)[:plan.recipe.protect])
+
+
+def _round_unquantized(model: nn.Module, schemes: dict[str, Scheme]) -> None:
+    """What is written as bf16 is bf16 in memory too."""
+    with torch.inference_mode():
+        for name, parameter in model.named_parameters():
+            if name.removesuffix(".weight") not in schemes:
+                parameter.copy_(parameter.to(torch.bfloat16))
+
+
+def canonical_tensors(model: nn.Module, plan: CalibrationPlan, schemes: dict[str, Scheme]
+                      ) -> Iterator[tuple[str, torch.Tensor]]:
+    """The canonical stream of a fake-quantized model in memory; a tied head is left out."""
+    for name, parameter in sorted(model.named_parameters(), key=lambda item: natural_key(item[0])):
+        module = name.removesuffix(".weight")
+        if module not in schemes:
+            yield name, parameter.detach().to(torch.bfloat16)
+            continue
+        scheme = schemes[module]
+        scale = quantizer.weight_scale(model, module, scheme.weight)
+        yield name, quantize_weight(scheme.weight, parameter.detach(), scale)
+        yield f"{module}.weight_scale", scale
+        if scheme.activation is not None and not scheme.activation.dynamic:
+            yield f"{module}.input_scale", quantizer.input_scale(model, module, scheme.activation)
+    if plan.kv.quantized:
+        yield from quantizer.kv_scales(model, plan.attentions, plan.kv)
