@@ -64,6 +64,8 @@ def run_command(arguments: Sequence[str]) -> int:
     try:
         code = app(args=list(arguments), standalone_mode=False, prog_name="toolkit")
         sys.stdout.flush()
+        if code == INTERRUPTED:  # the parser turns Ctrl-C into this exit code itself
+            raise KeyboardInterrupt
         return code if isinstance(code, int) else 0
     except ToolkitError as error:
         return _report(as_json, error.code, error.message, error.hint, error.exit_code)

@@ -80,13 +80,14 @@ def _facts_table(facts: dict[str, Any]) -> RenderableType:
     table.add_column(overflow="fold")
 
     def add(name: str, value: Any, indent: int) -> None:
-        title = "  " * indent + name.replace("_", " ")
+        title = "  " * indent + (name if indent else name.replace("_", " "))
         if isinstance(value, dict):
             table.add_row(title, "")
             for key, inner in value.items():
                 add(key, inner, indent + 1)
         else:
-            written = (words.size(value) if name == "size_bytes" else words.MISSING if value is None else
+            sized = isinstance(value, int) and (name == "size_bytes" or value >= 10**6)
+            written = (words.size(value) if sized else words.MISSING if value is None else
                        ", ".join(map(str, value)) if isinstance(value, list) else str(value))
             table.add_row(title, Text(written))
     for name, value in facts.items():

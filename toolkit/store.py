@@ -185,8 +185,8 @@ class RunStore:
 
     def runs(self, limit: int = 100, offset: int = 0) -> list[Run]:
         """Newest first; unfinished ones before finished ones."""
-        found = self._db.execute("SELECT * FROM runs ORDER BY finished IS NOT NULL, finished DESC, started DESC "
-                                 "LIMIT ? OFFSET ?", (limit, offset)).fetchall()
+        found = self._db.execute("SELECT * FROM runs ORDER BY finished IS NOT NULL, finished DESC, started DESC, "
+                                 "rowid DESC LIMIT ? OFFSET ?", (limit, offset)).fetchall()
         return [_run(row) for row in found]
 
     def find_run(self, name: str | None = None) -> Run:
@@ -196,7 +196,7 @@ class RunStore:
                                      "LIMIT 1").fetchall()
         else:
             found = self._db.execute("SELECT * FROM runs WHERE job=? ORDER BY status='finished' DESC, finished DESC, "
-                                     "started DESC LIMIT 1", (name,)).fetchall()
+                                     "started DESC, rowid DESC LIMIT 1", (name,)).fetchall()
             found = found or self._db.execute("SELECT * FROM runs WHERE substr(id, 1, ?)=? LIMIT 3",
                                               (len(name), name)).fetchall()
         if not found:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import re
+from collections import Counter
+from typing import TYPE_CHECKING
 
 from rich import box
 from rich.console import RenderableType
@@ -10,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from evals.report import EvalReport, LatencySweep, Verdict
-from toolkit.console import verdict_text
+from toolkit.console import duration, verdict_text
 from toolkit.report import words
 
 if TYPE_CHECKING:
@@ -75,23 +77,37 @@ def verdict_parts(verdict: Verdict) -> list[RenderableType]:
 
 
 def plan_parts(plan: CalibrationPlan) -> list[RenderableType]:
-    """The dry run, field by field; lists of modules as counts with their reasons."""
+    """The dry run: facts, modules (layers folded into one line), who loads the result, warnings."""
+    facts = [("model", f"{plan.model}  {plan.architecture}, {plan.parameters / 1e6:,.0f} M parameters, "
+              f"{plan.num_layers} layers"),
+             ("recipe", f"{plan.recipe.name}: {plan.recipe.summary}"), ("KV cache", str(plan.kv)),
+             ("group size", str(plan.group_size) if plan.group_size else "none: scales are not grouped"),
+             ("embeddings", "tied to the output head" if plan.tied_embeddings else "apart from the output head"),
+             ("weights from", plan.source_grid or "the model's own precision"),
+             ("size", f"{words.size(plan.size_bytes)} of {words.size(plan.bf16_bytes)} in bf16 ({plan.layout} layout)"),
+             ("memory", f"about {words.size(plan.memory_bytes)} while calibrating"),
+             ("time", f"about {duration(plan.seconds)}")]
+    if plan.disk_free_bytes is not None:
+        facts.append(("disk", f"{words.size(plan.disk_free_bytes)} free"))
     table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="bold", no_wrap=True, vertical="top")
+    table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in plan.model_dump(mode="json").items():
-        table.add_row(name.replace("_", " "), Text(_written(name, value)))
-    return [table]
+    for name, value in facts:
+        table.add_row(name, Text(value))
+    loaders = _table("runtime", "loads it", "note")
+    for loader in plan.loaders:
+        loaders.add_row(loader.runtime, "yes" if loader.loads else "no", Text(loader.note))
+    return [table, _modules(plan), loaders, *[Text(f"look at: {line}", style="yellow") for line in plan.warnings]]
 
 
-def _written(name: str, value: Any) -> str:
-    if value is None:
-        return words.MISSING
-    if name.endswith("_bytes") or name in ("memory", "disk"):
-        return words.size(value) if isinstance(value, int) else str(value)
-    if isinstance(value, dict):
-        return "\n".join(f"{key}: {_written(key, inner)}" for key, inner in value.items())
-    if isinstance(value, list):
-        return "\n".join(_written(name, inner) for inner in value[:12]) + (
-            f"\n... {len(value) - 12} more" if len(value) > 12 else "") or "none"
-    return str(value)
+def _modules(plan: CalibrationPlan) -> Table:
+    """Modules that differ only in their layer's number are one line with a count."""
+    groups: Counter[tuple[str, str, str]] = Counter()
+    for module in plan.modules:
+        name = re.sub(r"\.\d+\.", ".*.", module.name)
+        groups[name, "x".join(map(str, module.shape)), str(module.scheme) if module.scheme else
+               f"left: {module.reason}"] += 1
+    table = _table("module", "count", "shape", "becomes", right=("count", "shape"))
+    for (name, shape, becomes), count in groups.items():
+        table.add_row(name, f"{count}", shape, Text(becomes, style="dim" if becomes.startswith("left") else ""))
+    return table
