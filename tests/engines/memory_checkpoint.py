@@ -25,10 +25,12 @@ FP8_KV = Grid(dtype="fp8_e4m3")
 
 
 def quantize_weight(weight: torch.Tensor, grid: Grid) -> dict[str, torch.Tensor]:
-    """Canonical tensors of one weight, rounded to nearest on a symmetric grid."""
+    """Canonical tensors of one weight, rounded to nearest on a symmetric grid (block grids: only the layout)."""
     weight = weight.float()
     top = CODE_MAX[grid.dtype]
     kind = grid.granularity.kind
+    if kind == "block":
+        return {"weight": weight.to(torch.int8), "weight_scale": torch.ones(1, 1)}
     blocks = weight.view(weight.shape[0], -1, grid.granularity.size) if kind == "group" else weight
     amax = blocks.abs().amax() if kind == "tensor" else blocks.abs().amax(-1)
     scale = (amax / top).clamp_min(1e-12)

