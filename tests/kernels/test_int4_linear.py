@@ -177,7 +177,7 @@ def test_candidates_run_here(name):
 def test_candidates_are_few_and_distinct(name, n, k, group):
     for m in (1, 8, 16, 32, 64, 256, 16384):
         configs = IMPLS[name].candidates(LinearShape(m, n, k, group), H200)
-        assert 2 <= len(configs) <= 26, (m, len(configs))
+        assert (1 if m > 1024 else 2) <= len(configs) <= 25, (m, len(configs))
         assert len(set(configs)) == len(configs)
         assert all("SPLIT_K" in dict(c.meta) and "BLOCK_K" in dict(c.meta) for c in configs)
 

@@ -22,9 +22,13 @@ from engines.kernels.linear.int4_linear import Int4Linear, check_shapes, dot_con
 
 __all__ = ["Int4A16"]
 
-_MMA = ((16, 2, 1, 0), (8, 2, 1, 0), (4, 2, 1, 0), (8, 4, 1, 0), (4, 4, 1, 0), (2, 4, 1, 0), (2, 4, 2, 0), (8, 2, 2, 0))
-_MMA_WIDE = ((8, 2, 2, 0), (4, 2, 2, 0), (8, 4, 2, 0), (4, 4, 2, 0), (4, 2, 1, 0), (8, 4, 1, 0))
-_DOT = ((128, 8, 3, 0), (64, 4, 3, 0), (128, 8, 3, 1), (128, 8, 2, 1), (64, 4, 4, 1), (256, 8, 3, 1), (128, 4, 3, 1))
+_ONE = ((8, 2, 1, 0, 1), (16, 2, 1, 0, 1), (8, 2, 2, 0, 1), (4, 4, 1, 0, 1), (8, 4, 1, 0, 1), (4, 2, 1, 0, 1),
+        (8, 4, 1, 2, 1), (2, 4, 1, 0, 1))
+_EIGHT = ((16, 2, 1, 0, 0), (8, 2, 1, 0, 8), (16, 2, 1, 2, 0), (8, 2, 1, 0, 0), (8, 4, 2, 0, 0), (8, 2, 2, 0, 8),
+          (4, 2, 1, 0, 0), (4, 4, 1, 0, 8))
+_MORE = ((8, 2, 2, 0, 0), (4, 2, 2, 0, 0), (8, 4, 2, 0, 0), (4, 4, 2, 0, 0), (8, 4, 1, 0, 0))
+_DOT = ((128, 8, 3, 1), (64, 4, 4, 1), (128, 8, 3, 0), (128, 4, 3, 1), (256, 8, 3, 1), (64, 4, 3, 0))
+# (warps, UNIT, RT, programs per SM, STAGED) and (BLOCK_N, warps, stages, FOLD); fastest first on an H200, 2026-11-29
 
 
 class Int4A16(Int4Linear):
@@ -36,12 +40,14 @@ class Int4A16(Int4Linear):
     def candidates(self, shape: LinearShape, device: DeviceFacts) -> Sequence[KernelConfig]:
         """At most about 25 configurations, likely winner first; never empty for a supported shape."""
         pdl = device.capability >= 90
-        configs = mma_configs(shape, _MMA if shape.m <= 8 else _MMA_WIDE, device, pdl=pdl)
-        if shape.m > 8 or not configs:
-            configs += dot_configs(shape, device, _DOT if shape.m > 32 else _DOT[:3], pdl=pdl)
-        if shape.m >= 128 or not device.capability:
-            configs.append(unpack_config(shape, pdl))
-        return configs
+        few = mma_configs(shape, _ONE if shape.m == 1 else _EIGHT if shape.m <= 8 else _MORE, device, pdl=pdl)
+        if few and shape.m <= 8:
+            return few
+        many = dot_configs(shape, device, _DOT if shape.m > 32 else _DOT[:3], pdl=pdl) if shape.m <= 1024 else []
+        unpack = [unpack_config(shape, pdl)] if shape.m >= 128 or not device.capability else []
+        if shape.m >= 256:
+            return unpack + many
+        return few + many + unpack if shape.m <= 16 else many + few + unpack
 
     def check(self, x: torch.Tensor, packed: Packed, out: torch.Tensor, x_scale: torch.Tensor | None) -> None:
         """Raises ValueError when the operands do not fit."""

@@ -22,9 +22,13 @@ from engines.kernels.linear.int4_linear import Int4Linear, check_shapes, dot_con
 
 __all__ = ["Int4A8"]
 
-_MMA = ((16, 2, 1, 0), (8, 2, 1, 0), (4, 2, 1, 0), (8, 4, 1, 0), (4, 4, 1, 0), (2, 4, 1, 0), (2, 4, 2, 0), (8, 2, 2, 0))
-_MMA_WIDE = ((8, 2, 2, 0), (4, 2, 2, 0), (8, 4, 2, 0), (4, 4, 2, 0), (4, 2, 1, 0), (8, 4, 1, 0))
-_DOT = ((128, 8, 3, 0), (64, 4, 3, 0), (128, 8, 4, 0), (64, 4, 4, 0), (256, 8, 3, 0))
+_ONE = ((8, 4, 1, 0, 1), (8, 2, 1, 0, 1), (4, 2, 1, 0, 1), (4, 4, 1, 0, 1), (8, 4, 1, 2, 1), (16, 2, 1, 0, 1),
+        (8, 2, 2, 0, 1), (8, 4, 2, 0, 1))
+_EIGHT = ((8, 4, 2, 0, 8), (8, 4, 1, 0, 8), (4, 4, 1, 0, 8), (2, 2, 2, 0, 0), (8, 2, 2, 0, 0), (4, 4, 2, 0, 8),
+          (2, 4, 2, 0, 8), (8, 4, 2, 1, 0))
+_MORE = ((8, 4, 2, 0, 0), (4, 4, 2, 0, 0), (4, 2, 2, 0, 0), (8, 2, 2, 0, 0), (8, 4, 1, 0, 0))
+_DOT = ((64, 4, 3, 0), (128, 8, 3, 0), (64, 4, 4, 0), (128, 8, 4, 0))
+# (warps, UNIT, RT, programs per SM, STAGED) and (BLOCK_N, warps, stages, FOLD); fastest first on an H200, 2026-11-29
 
 
 class Int4A8(Int4Linear):
@@ -36,12 +40,12 @@ class Int4A8(Int4Linear):
     def candidates(self, shape: LinearShape, device: DeviceFacts) -> Sequence[KernelConfig]:
         """At most about 25 configurations, likely winner first; never empty for a supported shape."""
         pdl = device.capability >= 90
-        configs = mma_configs(shape, _MMA if shape.m <= 8 else _MMA_WIDE, device, pdl=pdl)
-        if shape.m > 8 or not configs:
-            configs += dot_configs(shape, device, _DOT if shape.m > 32 else _DOT[:2], pdl=pdl)
-        if shape.m >= 128 or not device.capability:
-            configs.append(unpack_config(shape, pdl))
-        return configs
+        few = mma_configs(shape, _ONE if shape.m == 1 else _EIGHT if shape.m <= 8 else _MORE, device, pdl=pdl)
+        if few and shape.m <= 8:
+            return few
+        many = dot_configs(shape, device, _DOT if shape.m > 32 else _DOT[:3], pdl=pdl) if shape.m <= 1024 else []
+        unpack = [unpack_config(shape, pdl)] if shape.m >= 256 or not device.capability else []
+        return few + many + unpack if shape.m <= 16 else many + few + unpack
 
     def check(self, x: torch.Tensor, packed: Packed, out: torch.Tensor, x_scale: torch.Tensor | None) -> None:
         """Raises ValueError when the operands do not fit."""

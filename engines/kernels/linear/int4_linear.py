@@ -28,7 +28,7 @@ from engines.kernels.linear.int4_layout import (
 from engines.kernels.linear.int4_mm import launch_int4_mm, mm_workspace
 from engines.kernels.linear.int4_mma import MAX_TOKENS, int4_mma
 
-__all__ = ["Int4Linear", "check_shapes", "dot_configs", "mma_configs", "unpack_config"]
+__all__ = ["Int4Linear", "MmaChoice", "check_shapes", "dot_configs", "mma_configs", "unpack_config"]
 
 _SCALE_KIND = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _MAX_BYTES = 2**31
@@ -116,22 +116,27 @@ def check_shapes(name: str, x: torch.Tensor, packed: Packed, out: torch.Tensor) 
         raise ValueError(f"{name}: out is {out.dtype}, expected bfloat16 or float16")
 
 
-def mma_configs(shape: LinearShape, choices: Sequence[tuple[int, int, int, int]], device: DeviceFacts, *,
+MmaChoice = tuple[int, int, int, int, int]
+"""(warps, UNIT, RT, programs per multiprocessor or 0 for one a tile, STAGED)."""
+
+
+def mma_configs(shape: LinearShape, choices: Sequence[MmaChoice], device: DeviceFacts, *,
                 pdl: bool) -> list[KernelConfig]:
-    """``mma`` configurations from (warps, UNIT, RT, programs per multiprocessor; 0: one a tile) that fit."""
+    """``mma`` configurations that fit the shape: no idle warps, no loop of one turn, no more memory than there is."""
     if shape.m > MAX_TOKENS or device.capability < 80:
         return []
     geometry = Geometry(shape.n, shape.k, shape.group)
     token_tiles = 1 if shape.m <= 8 else 2 if shape.m <= 16 else 4
     configs = []
-    for warps, unit, row_tiles, per_sm in choices:
+    for warps, unit, row_tiles, per_sm, staged in choices:
         grid = triton.cdiv(geometry.tiles, row_tiles)
         programs = min(grid, per_sm * device.num_sms)
-        if (warps > 1 and warps // 2 >= geometry.groups // unit) or (per_sm and programs == grid):
-            continue  # idle warps, or a loop of one turn
-        staged = 1 if shape.m == 1 else 8 if shape.m <= 8 else 0
+        block_k = unit * shape.group * warps
+        too_large = device.shared_bytes and 2 * staged * block_k > device.shared_bytes
+        if (warps > 1 and warps // 2 >= geometry.groups // unit) or (per_sm and programs == grid) or too_large:
+            continue
         configs.append(KernelConfig.of("mma", num_warps=warps, pdl=pdl, UNIT=unit, RT=row_tiles, NT=token_tiles,
-                                       STAGED=staged, PROGRAMS=programs, BLOCK_K=unit * shape.group * warps, SPLIT_K=1))
+                                       STAGED=staged, PROGRAMS=programs, BLOCK_K=block_k, SPLIT_K=1))
     return configs
 
 
@@ -171,6 +176,6 @@ def _launch_mma(x: torch.Tensor, packed: Packed, config: KernelConfig, out: torc
     programs = config["PROGRAMS"] or triton.cdiv(words.shape[0], config["RT"])
     int4_mma[(programs,)](x, scales if x_scale is None else x_scale, words, scales, scales if bias is None else bias,
                           out, m, packed.n, programs, K=packed.k, GROUP=packed.group, NUM_WARPS=config.num_warps,
-                          UNIT=config["UNIT"], STAGED=staged, RT=config["RT"], NT=config["NT"], A8=x.dtype == torch.int8, FP16=x.dtype == torch.float16,
-                          SCALE=_SCALE_KIND[scales.dtype], LOOP=config["PROGRAMS"] > 0, HAS_BIAS=bias is not None,
-                          **launch_options(config))
+                          UNIT=config["UNIT"], RT=config["RT"], NT=config["NT"], A8=x.dtype == torch.int8,
+                          FP16=x.dtype == torch.float16, SCALE=_SCALE_KIND[scales.dtype], STAGED=staged,
+                          LOOP=config["PROGRAMS"] > 0, HAS_BIAS=bias is not None, **launch_options(config))

@@ -14,10 +14,12 @@ Here the weights already lie in register order (``int4_layout``), so nothing is 
 The instruction's third side is 8 tokens wide: one token costs what eight do, and column t of the result never sees
 another column. So a row's bits do not depend on how many rows are with it (while NT, RT, NUM_WARPS stand).
 
-Work split. A program owns RT tiles of 16 rows; its warps take runs of UNIT (2 or 4) groups in turn (run i to warp i mod warps),
-the next run's weights being loaded while the current one is used, and add up through shared memory at the end, always
-in the same order. With LOOP the program goes on to further tiles, otherwise it ends. With PDL the first weights are
-asked for before the wait for the previous kernel.
+Work split. A program owns RT tiles of 16 rows; its warps take runs of UNIT (2 or 4) groups in turn (run i to warp i
+mod warps), the next run's weights being loaded while the current one is used, and add up through shared memory at the
+end, always in the same order. With LOOP the program goes on to further tiles, otherwise it ends. With PDL the first
+weights are asked for before the wait for the previous kernel. What then remains is latency, so it is kept short: STAGED
+brings all activations of a step in by one load each and spreads them through shared memory, and the groups of a run are
+summed side by side, because matrix instructions on the same sum wait for each other.
 
 Written in Gluon, Triton's dialect with explicit layouts: which lane holds which word *is* the algorithm. It runs on
 sm_80 and later; elsewhere, and in the interpreter, ``int4_dot`` reads the same storage.
@@ -100,21 +102,25 @@ def _halves(x, L: gl.constexpr):
 
 
 @gluon.jit
-def _stage_x(x_ptr, m, step, TOKENS: gl.constexpr, K: gl.constexpr, SPAN: gl.constexpr, NW: gl.constexpr,
-             L: gl.constexpr, A8: gl.constexpr, EVEN: gl.constexpr):
-    """Activations of a whole step (SPAN inputs, all warps) by one coalesced load each, then through shared memory to
-    the lanes that multiply them: one memory latency, where loads next to their use would add up theirs.
-
-    Returns the fragments in the order of use, each [threads, 4]. TOKENS is 1 (all columns get the same) or 8.
-    """
+def _load_step(x_ptr, m, step, TOKENS: gl.constexpr, K: gl.constexpr, WORDS: gl.constexpr, NW: gl.constexpr,
+               A8: gl.constexpr):
+    """Activations of a whole step (WORDS words of each token, for all warps), coalesced: [TOKENS, WORDS]."""
     PER_WORD: gl.constexpr = 4 if A8 else 2
-    WORDS: gl.constexpr = SPAN // PER_WORD
-    PARTS: gl.constexpr = SPAN // NW // (64 if A8 else 32)
     B: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, NW], [1, 0])
     word = step * WORDS + gl.arange(0, WORDS, layout=gl.SliceLayout(0, B))[None, :]
     token = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, B))[:, None]
     mask = (token < m) & (word < K // PER_WORD)
-    x = gl.load(x_ptr + (token * (K // PER_WORD) + word), mask=mask, other=0)
+    return gl.load(x_ptr + (token * (K // PER_WORD) + word), mask=mask, other=0)
+
+
+@gluon.jit
+def _spread_step(x, TOKENS: gl.constexpr, WORDS: gl.constexpr, NW: gl.constexpr, L: gl.constexpr, A8: gl.constexpr):
+    """``_load_step``'s words through shared memory to the lanes that multiply them.
+
+    One memory latency for all, where the assembler would sink loads of fragments next to their use and add theirs up.
+    Returns the fragments in the order of use, each [threads, 4]. TOKENS is 1 (all columns get the same) or 8.
+    """
+    PARTS: gl.constexpr = WORDS // NW // 16
     if A8:
         x = gl.permute(gl.reshape(x, [TOKENS, NW, PARTS, 2, 4, 2]), [1, 0, 4, 3, 5, 2])
         x = gl.reshape(x, [NW, TOKENS, 4, 4, PARTS])
@@ -142,13 +148,18 @@ def _stage_x(x_ptr, m, step, TOKENS: gl.constexpr, K: gl.constexpr, SPAN: gl.con
 
 
 @gluon.jit
-def _stage_x_scales(xs_ptr, step, KG: gl.constexpr, UNIT: gl.constexpr, NW: gl.constexpr, L: gl.constexpr):
-    """The same for one token's activation scales: this warp's UNIT of them, in four registers of every lane."""
+def _load_step_scales(xs_ptr, step, KG: gl.constexpr, UNIT: gl.constexpr, NW: gl.constexpr):
+    """One token's activation scales of a step: [warps, 1, UNIT]."""
     B: gl.constexpr = gl.BlockedLayout([1, 1, 1], [1, 1, 32], [NW, 1, 1], [2, 1, 0])
     warp = gl.arange(0, NW, layout=gl.SliceLayout(1, gl.SliceLayout(2, B)))[:, None, None]
     unit = gl.arange(0, UNIT, layout=gl.SliceLayout(0, gl.SliceLayout(1, B)))[None, None, :]
     group = (step * NW + warp) * UNIT + unit
-    x = gl.load(xs_ptr + group, mask=group < KG, other=0.0)
+    return gl.load(xs_ptr + group, mask=group < KG, other=0.0)
+
+
+@gluon.jit
+def _spread_scales(x, UNIT: gl.constexpr, NW: gl.constexpr, L: gl.constexpr):
+    """A warp's UNIT scales into four registers of each of its lanes."""
     F: gl.constexpr = gl.BlockedLayout([1, 1, UNIT], [1, 32, 1], [NW, 1, 1], [2, 1, 0])
     x, _ = gl.broadcast(gl.convert_layout(x, F), gl.full([NW, 32, UNIT], 0.0, gl.float32, layout=F))
     x = gl.reshape(x, [NW * 32, UNIT])
@@ -227,31 +238,49 @@ def _use_run(acc, words, scales, x_ptr, xs_ptr, m, step, run, lane, j, L: gl.con
     PER_RUN: gl.constexpr = UNIT * GROUP // 64
     zero = gl.full([THREADS, 4], 0, gl.int32 if A8 else gl.float32, layout=L)
     xs = ()
-    if A8 and STAGED == 1:
-        one = _stage_x_scales(xs_ptr, step, K // GROUP, UNIT, THREADS // 32, L)
-        xs = (one, one)
-    elif A8:
-        xs = _load_x_scales(xs_ptr, m, run, lane, j, K // GROUP, UNIT, NT, EVEN)
-    HALVES: gl.constexpr = 1 if A8 else 2
-    d = (zero,) * (RT * NT)
-    x = ()
+    NW: gl.constexpr = THREADS // 32
+    WORDS: gl.constexpr = UNIT * GROUP * NW // (4 if A8 else 2)
     staged = ()
     if STAGED > 0:
-        staged = _stage_x(x_ptr, m, step, STAGED, K, UNIT * GROUP * THREADS // 32, THREADS // 32, L, A8, EVEN)
-    for q in gl.static_range(PER_RUN):
-        w = ()
-        for r in gl.static_range(RT):
-            w = w + (words[r * PER_RUN + q],)
-        for half in gl.static_range(2):
-            if STAGED > 0:
-                x = (staged[q * HALVES + half % HALVES],)
-            elif half < HALVES:
-                x = _load_x(x_ptr, m, run * (UNIT * GROUP) + q * 64, lane, j, half, K, NT, A8, EVEN)
-            d = _half(d, w, x, half, RT, NT, A8, FP16)
-            if (q * 64 + half * 32 + 32) % GROUP == 0:
-                acc = _scale_in(acc, d, scales, xs, (q * 64 + half * 32) // GROUP, UNIT, RT, NT, A8,
-                                SCALE)
-                d = (zero,) * (RT * NT)
+        raw = _load_step(x_ptr, m, step, STAGED, K, WORDS, NW, A8)
+        if A8 and STAGED == 1:
+            raw_scales = _load_step_scales(xs_ptr, step, K // GROUP, UNIT, NW)
+            staged = _spread_step(raw, STAGED, WORDS, NW, L, A8)
+            one = _spread_scales(raw_scales, UNIT, NW, L)
+            xs = (one, one)
+        else:
+            staged = _spread_step(raw, STAGED, WORDS, NW, L, A8)
+    if A8 and STAGED != 1:
+        xs = _load_x_scales(xs_ptr, m, run, lane, j, K // GROUP, UNIT, NT, EVEN)
+    HALVES: gl.constexpr = 1 if A8 else 2
+    PARTS: gl.constexpr = GROUP // 32
+    if STAGED > 0:
+        sums = ((zero,) * RT,) * UNIT  # all groups at once: matrix instructions on one sum wait for each other
+        for part in gl.static_range(PARTS):
+            later = ()
+            for g in gl.static_range(UNIT):
+                w = ()
+                for r in gl.static_range(RT):
+                    w = w + (words[r * PER_RUN + (g * PARTS + part) // 2],)
+                x = (staged[(g * PARTS + part) * HALVES // 2],)
+                later = later + (_half(sums[g], w, x, (g * PARTS + part) % 2, RT, NT, A8, FP16),)
+            sums = later
+        for g in gl.static_range(UNIT):
+            acc = _scale_in(acc, sums[g], scales, xs, g, UNIT, RT, NT, A8, SCALE)
+    else:
+        d = (zero,) * (RT * NT)
+        x = ()
+        for q in gl.static_range(PER_RUN):
+            w = ()
+            for r in gl.static_range(RT):
+                w = w + (words[r * PER_RUN + q],)
+            for half in gl.static_range(2):
+                if half < HALVES:
+                    x = _load_x(x_ptr, m, run * (UNIT * GROUP) + q * 64, lane, j, half, K, NT, A8, EVEN)
+                d = _half(d, w, x, half, RT, NT, A8, FP16)
+                if (q * 64 + half * 32 + 32) % GROUP == 0:
+                    acc = _scale_in(acc, d, scales, xs, (q * 64 + half * 32) // GROUP, UNIT, RT, NT, A8, SCALE)
+                    d = (zero,) * (RT * NT)
     return acc
 
 
@@ -259,7 +288,8 @@ def _use_run(acc, words, scales, x_ptr, xs_ptr, m, step, run, lane, j, L: gl.con
 def _store(acc, bias_ptr, y_ptr, first_row, first_token, m, n, NW: gl.constexpr, A8: gl.constexpr,
            HAS_BIAS: gl.constexpr):
     """Add the warps' partial sums of a 16 x 8 tile, in their order, and write columns < m, rows < n."""
-    y = gl.sum(gl.reshape(acc, [NW, 32, 4]), 0)
+    R: gl.constexpr = gl.BlockedLayout([NW, 1, 1], [1, 8, 4], [1, NW, 1], [0, 2, 1])  # partial sums in one thread
+    y = gl.sum(gl.convert_layout(gl.reshape(acc, [NW, 32, 4]), R), 0)
     if A8:
         y = y * 0.0625
     L: gl.constexpr = y.type.layout
@@ -320,8 +350,8 @@ def int4_mma(x_ptr, xs_ptr, w_ptr, s_ptr, bias_ptr, y_ptr, m, n, programs, K: gl
             live = (warp + j * 0 < RUNS) & (beyond < tiles)
             next_words, next_scales = _load_run(w_ptr, s_ptr, beyond, warp, live, lane, j, tiles, GROUPS, GROUP, UNIT,
                                                 RT, SCALE)
-        acc = _use_run(acc, words, scales, x_ptr, xs_ptr, m, STEPS - 1, run, lane, j, L, THREADS, K, GROUP, UNIT, RT, NT,
-                       A8, FP16, SCALE, EVEN, STAGED)
+        acc = _use_run(acc, words, scales, x_ptr, xs_ptr, m, STEPS - 1, run, lane, j, L, THREADS, K, GROUP, UNIT, RT,
+                       NT, A8, FP16, SCALE, EVEN, STAGED)
         if LOOP:
             words = next_words
             scales = next_scales
