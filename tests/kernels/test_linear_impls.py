@@ -127,7 +127,7 @@ def _fits(impl: NaturalLinear, shape: LinearShape, device: DeviceFacts, config: 
 @by_impl
 def test_a_cpu_gets_torchs_own_operator(impl: NaturalLinear) -> None:
     assert list(impl.candidates(LinearShape(1, 64, 64), CPU)) == [TORCH]
-    given = problem(impl, 18, 24, 64, bias=True)
+    given = problem(impl, 18, 32, 64, bias=True)
     check(given, run(given, TORCH))
 
 
