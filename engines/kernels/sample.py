@@ -40,6 +40,7 @@ import triton.language as tl
 
 from engines.kernels.impl import DeviceFacts, KernelConfig
 from engines.kernels.jit import gdc_launch, gdc_wait, launch_options, next_pow2
+from engines.kernels.sample_twin import draw, kept
 
 STATS = 5
 _NO_INDEX = tl.constexpr(2147483647)
@@ -274,50 +275,6 @@ def launch(logits: torch.Tensor, rows: SamplingRows, tokens: torch.Tensor, logpr
                         PARTS=next_pow2(parts), **options)
 
 
-def philox(key: int, counter: torch.Tensor, position: int, turn: int) -> torch.Tensor:
-    """Philox4x32-10 (Salmon et al., 2011) in int64 arithmetic: ``counter`` [n] -> four 32-bit words each, [n, 4]."""
-    mask = 0xFFFFFFFF
-    words = [counter.long(), *(torch.full_like(counter, w & mask).long() for w in (position, turn, 0))]
-    keys = [key & mask, (key >> 32) & mask]
-
-    def multiply(a: torch.Tensor, b: int) -> tuple[torch.Tensor, torch.Tensor]:
-        low, high = a * (b & 0xFFFF), a * (b >> 16)
-        middle = high + (low >> 16)
-        return middle >> 16, ((middle << 16) | (low & 0xFFFF)) & mask
-
-    for _ in range(10):
-        high0, low0 = multiply(words[0], 0xD2511F53)
-        high2, low2 = multiply(words[2], 0xCD9E8D57)
-        words = [high2 ^ words[1] ^ keys[0], low2, high0 ^ words[3] ^ keys[1], low0]
-        keys = [(keys[0] + 0x9E3779B9) & mask, (keys[1] + 0xBB67AE85) & mask]
-    return torch.stack(words, -1)
-
-
-def _exponential_twin(seed: int, position: int, turn: int, vocab: int, device: torch.device) -> torch.Tensor:
-    quads = torch.arange(-(-vocab // 4), device=device)
-    bits = philox(seed, quads, position, turn).reshape(-1)[:vocab]
-    v = ((bits.float() + 0.5) * 2.0**-32).clamp(max=0.99999994)
-    return torch.where(v < 1e-3, v + 0.5 * v * v, -torch.log(1.0 - v))
-
-
-def kept(x: torch.Tensor, temperature: float, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
-    """The rules' definition, by sorting: a mask over one row ``x`` [vocab] float32."""
-    mask = x > float("-inf")
-    vocab = x.shape[0]
-    if 0 < top_k < vocab:
-        mask &= x >= torch.topk(x, top_k).values[-1]
-    if top_p < 1.0:
-        mass = torch.where(mask, torch.softmax(torch.where(mask, x, float("-inf")) / temperature, 0), 0.0).double()
-        order = torch.argsort(x, descending=True, stable=True)
-        before = torch.cumsum(mass[order], 0) - mass[order]
-        first = torch.searchsorted(-x[order], -x)  # where each value's run of ties begins
-        mask &= before[first] < top_p
-        mask |= x == x.max()
-    if min_p > 0.0:
-        mask &= (x - x.max()) / temperature >= torch.log(torch.tensor(min_p))
-    return mask
-
-
 def twin(logits: torch.Tensor, rows: SamplingRows, tokens: torch.Tensor, logprobs: torch.Tensor,
          work: tuple[torch.Tensor, torch.Tensor] | None = None, config: KernelConfig | None = None) -> None:
     """The same draws in plain torch (tokens can differ only where two scores agree to rounding)."""
@@ -331,19 +288,7 @@ def twin(logits: torch.Tensor, rows: SamplingRows, tokens: torch.Tensor, logprob
         token = int(torch.argmax(x))
         if heat > 0.0:
             allowed = kept(x, heat, int(rows.top_k[i]), float(rows.top_p[i]), float(rows.min_p[i]))
-            token = _draw(x, heat, allowed, largest + heat * torch.log(rows.min_p[i]), int(rows.seeds[i]),
-                          int(rows.positions[i]))
+            token = draw(x, heat, allowed, largest + heat * torch.log(rows.min_p[i]), int(rows.seeds[i]),
+                         int(rows.positions[i]))
         tokens[i] = token
         logprobs[i] = torch.log_softmax(x, 0)[token]
-
-
-def _draw(x: torch.Tensor, heat: float, allowed: torch.Tensor, floor: torch.Tensor, seed: int, position: int) -> int:
-    live = torch.ones_like(allowed)
-    turn = 0
-    while True:
-        score = x / heat - torch.log(_exponential_twin(seed, position, turn, x.shape[0], x.device))
-        token = int(torch.argmax(torch.where(live, score, float("-inf"))))
-        if bool(allowed[token]):
-            return token
-        live = (x > x[token]) & (x >= floor)
-        turn += 1

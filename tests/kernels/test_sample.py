@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from engines.kernels import sample
+from engines.kernels import sample, sample_twin
 from engines.kernels.impl import KernelConfig
 
 CONFIG = KernelConfig.of("two_pass", PART=32, WARPS2=4)
@@ -68,12 +68,12 @@ def test_same_draws_as_the_twin(device, vocab):
     assert torch.allclose(logprobs, wanted_logprobs, atol=1e-5)
     for i, token in enumerate(tokens.tolist()):
         rule = {name: values[i] for name, values in keys.items()}
-        assert sample.kept(logits[i], **rule)[token]
+        assert sample_twin.kept(logits[i], **rule)[token]
 
 
 def test_philox_is_the_published_generator():
     """Known answers of Philox4x32-10 (Random123's kat_vectors: all zeros)."""
-    words = sample.philox(0, torch.zeros(1, dtype=torch.long), 0, 0)[0].tolist()
+    words = sample_twin.philox(0, torch.zeros(1, dtype=torch.long), 0, 0)[0].tolist()
     assert words == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
 
 
@@ -92,22 +92,22 @@ def test_distribution(device, rule, twin):
         assert tokens.tolist() == run(logits, rows, twin=True)[0].tolist()
         return
     keys = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | rule
-    mask = sample.kept(row, **keys)
+    mask = sample_twin.kept(row, **keys)
     wanted = torch.softmax(torch.where(mask, row, float("-inf")).double() / keys["temperature"], 0)
     assert chi_square_p(torch.bincount(tokens, minlength=12), wanted) > 1e-4
 
 
 def test_top_p_keeps_ties_together():
     row = torch.tensor([3.0, 1.0, 1.0, 1.0, 0.0])
-    assert sample.kept(row, 1.0, 0, 0.75, 0.0).tolist() == [True, True, True, True, False]
-    assert sample.kept(row, 1.0, 2, 1.0, 0.0).tolist() == [True, True, True, True, False]
-    assert sample.kept(row, 1.0, 0, 0.5, 0.0).tolist() == [True, False, False, False, False]
+    assert sample_twin.kept(row, 1.0, 0, 0.75, 0.0).tolist() == [True, True, True, True, False]
+    assert sample_twin.kept(row, 1.0, 2, 1.0, 0.0).tolist() == [True, True, True, True, False]
+    assert sample_twin.kept(row, 1.0, 0, 0.5, 0.0).tolist() == [True, False, False, False, False]
 
 
 def test_twin_distribution_is_tight():
     """4,000 draws of the oracle itself."""
     row = torch.tensor([1.5, 1.0, 1.0, 0.0, -2.0])
-    score = torch.stack([row - torch.log(sample._exponential_twin(seed, 3, 0, 5, row.device)) for seed in range(4000)])
+    score = torch.stack([row - torch.log(sample_twin.exponential(seed, 3, 0, 5, row.device)) for seed in range(4000)])
     assert chi_square_p(torch.bincount(score.argmax(1), minlength=5), torch.softmax(row.double(), 0)) > 1e-4
 
 
