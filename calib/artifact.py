@@ -282,8 +282,11 @@ class ArtifactWriter:
                                 "Free disk space or choose another folder; nothing half-written was left.") from error
 
     def _publish(self) -> Artifact:
-        files = {name: FileEntry(sha256=file_sha256(path), bytes=path.stat().st_size, evidence=name in self._evidence)
-                 for name, path in _scan(self.folder).items()}
+        found = _scan(self.folder)
+        with ThreadPoolExecutor(max_workers=8) as pool:
+            hashes = dict(zip(found, pool.map(file_sha256, found.values()), strict=True))
+        files = {name: FileEntry(sha256=hashes[name], bytes=path.stat().st_size, evidence=name in self._evidence)
+                 for name, path in found.items()}
         digest = digest_of(self.kind, self.format, self.parents, self.record, files)
         manifest = Manifest(kind=self.kind, format=self.format, digest=digest, parents=self.parents,
                             record=self.record, files=files, versions=installed_versions(),

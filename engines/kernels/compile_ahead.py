@@ -54,7 +54,7 @@ def collect() -> Iterator[dict[str, Variant]]:
     found: dict[str, Variant] = {}
 
     def hook(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
-        data = compile["specialization_data"]
+        data = _describe(compile)
         found[f"{fn.module}.{fn.name} {data}"] = Variant(fn.module, fn.name, fn.jit_function.cache_key, data)
         return True
 
@@ -64,6 +64,39 @@ def collect() -> Iterator[dict[str, Variant]]:
         yield found
     finally:
         runtime.jit_cache_hook = before
+
+
+def _describe(compile: dict[str, Any]) -> str:
+    """Triton's description as JSON, its constants tagged: Triton's own form cannot tell the string "int8" from a type."""
+    data = json.loads(compile["specialization_data"])
+    values = compile["constants"].values()
+    data["constant_tags"] = [type(value).__name__ if type(value).__name__ in ("dtype", "constexpr") else "" for value in values]
+    return json.dumps(data)
+
+
+def _tuples(item: Any) -> Any:
+    """JSON's lists back to the tuples they were."""
+    return tuple(_tuples(part) for part in item) if isinstance(item, list) else item
+
+
+def _constant(value: Any, tag: str) -> Any:
+    import triton.language as tl
+
+    if tag == "dtype":
+        return tl.dtype(value)
+    return tl.constexpr(value["constexpr"]) if tag == "constexpr" else value
+
+
+def _compile_described(function: Any, data: dict[str, Any]) -> Any:
+    """Compile a jit function (Triton or Gluon) as ``_describe`` says."""
+    _, _, target, backend, _ = function.create_binder()
+    constants = {_tuples(path): _constant(value, tag) for path, value, tag in zip(
+        data["constant_keys"], data["constant_vals"], data["constant_tags"], strict=True)}
+    attributes = {_tuples(path): value for path, value in zip(data["attrs_keys"], data["attrs_vals"], strict=True)}
+    signature = {name: _tuples(value) for name, value in data["signature"].items()}
+    options = backend.parse_options({name: _tuples(value) for name, value in data["options"].items()})
+    return triton.compile(function.ASTSource(function, signature, constants, attributes), target=target,
+                          options=options.__dict__)
 
 
 def compile_variants(variants: Sequence[Variant], capability: int, workers: int | None = None) -> dict[str, str]:
@@ -135,13 +168,13 @@ def _compile(job: tuple[dict[str, str], int]) -> str:
     triton.runtime.driver.set_active(_Target(capability))  # type: ignore[arg-type]
     try:
         function = getattr(importlib.import_module(variant["module"]), variant["name"].rpartition(".")[2])
-        compiled = function.preload(variant["data"])
+        compiled = _compile_described(function, json.loads(variant["data"]))
         if Path("/dev/nvidia0").exists():
             from triton.backends.nvidia.driver import CudaLauncher
 
             CudaLauncher(compiled.src, compiled.metadata)
     except Exception as error:  # any compiler failure is this variant's answer
-        return f"{type(error).__name__}: {error}"[:500]
+        return f"{type(error).__name__}: {error}"[-900:]
     return ""
 
 

@@ -1,0 +1,266 @@
+"""The GPU benchmark: a random Llama-3.1-8B is built, opened and asked through ``LLM.generate``; wall clock throughout.
+
+    python -m benchmarks.gpu --precision int8 --json out.json [--cells decode prefill long] [--tune quick] [--peer]
+
+Cells, by DESIGN's formula: decode step = (T(128) - T(1)) / 127 at ISL 128, T the best of ``--repeats`` calls; prefill
+tokens/s = batch * ISL / T(1); ttft = T(1) at batch 1. ``long``: decode at 8k and 32k context, from each request's own
+first and last token time. Floors are bytes of weights (and KV) over the copy bandwidth measured in this run; prefill has
+none. ``--peer`` runs vLLM's benchmark of the same cells from ``.peers`` in the same call. ``--profile`` prints the time
+of each kernel in one decode step. One precision a run; runs are merged by device, versions and commit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import subprocess
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu_model import FP8_KV, SCHEMES, RandomCheckpoint
+from calib.progress import Progress
+from calib.scheme import BF16
+from engines.build.builder import build
+from engines.build.plan_gpu import stored_bytes
+from engines.engine import Engine
+from engines.llm import LLM
+from engines.plan import EngineSpec, Plan
+from engines.request import SamplingParams
+from evals.bench import BenchCell, table, write_cells
+
+START = time.perf_counter()
+DECODE_BATCHES = (1, 8, 32, 128, 256)
+PREFILLS = ((1, 128), (1, 2048), (8, 2048), (32, 2048))
+LONG = ((1, 8192), (16, 8192), (1, 32768), (16, 32768))
+#: Our precision -> vLLM's mode and tag in ``run_peers.sh``.
+PEERS = {"bf16": ("bf16",), "fp8": ("fp8",), "int8": ("int8",),
+         "int4_awq": ("awq", "awq:VLLM_DISABLED_KERNELS=MacheteLinearKernel;TAG=-marlin"),
+         "int4_awq_a8": ("awq", "awq:VLLM_DISABLED_KERNELS=MacheteLinearKernel;TAG=-marlin")}
+
+
+def say(*words: object) -> None:
+    print(f"[{time.perf_counter() - START:6.1f}]", *words, flush=True)
+
+
+class Reporter:
+    """Prints the beginning of each stage."""
+
+    def __init__(self) -> None:
+        self._stage = ""
+
+    def __call__(self, event: Progress) -> None:
+        if event.stage != self._stage or (event.total is not None and event.done == event.total):
+            self._stage = event.stage
+            say(f"{event.stage} {event.done:.0f}/{event.total} {event.message}")
+
+
+def prompts(batch: int, isl: int) -> list[list[int]]:
+    """Seeded ids of ordinary tokens."""
+    source = random.Random(batch * 100003 + isl)
+    return [[source.randrange(1000, 100000) for _ in range(isl)] for _ in range(batch)]
+
+
+def seconds(llm: LLM, batch: int, isl: int, osl: int, repeats: int) -> list[float]:
+    """Wall-clock times of whole calls."""
+    params = SamplingParams(max_tokens=osl, ignore_eos=True)
+    ids = prompts(batch, isl)
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        outputs = llm.generate(ids, params)
+        times.append(time.perf_counter() - start)
+        if any(len(output.outputs[0].token_ids) != osl for output in outputs):
+            raise RuntimeError(f"a request gave fewer than {osl} tokens")
+    return times
+
+
+def copy_bandwidth() -> float:
+    """Bytes a second of a 4 GiB copy, read and written."""
+    source = torch.ones(1 << 32, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    best = 1e9
+    for _ in range(5):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        target.copy_(source)
+        torch.cuda.synchronize()
+        best = min(best, time.perf_counter() - start)
+    return 2 * source.nbytes / best
+
+
+class Cells:
+    """Collects the cells of one engine."""
+
+    def __init__(self, llm: LLM, precision: str, bandwidth: float) -> None:
+        plan = llm.engine.plan
+        self.llm, self.bandwidth, self.plan = llm, bandwidth, plan
+        self.label = f"{precision} kv={'fp8' if plan.kv.quantized else 'bf16'}"
+        if plan.deterministic:
+            self.label += " deterministic"
+        self.cells: list[BenchCell] = []
+        embedding = 2 * plan.model.vocab_size * plan.model.hidden_size
+        self.weights = stored_bytes(plan.program) - (0 if plan.model.tied_embeddings else embedding)
+        self.kv_token = kv_bytes(plan)
+
+    def add(self, name: str, value: float, unit: str, floor: float | None = None, spread: float | None = None) -> None:
+        self.cells.append(BenchCell(name=name, value=value, unit=unit, floor=floor, spread=spread))
+        share = "" if floor is None else f"  floor {floor:.4g} ({100 * floor / value:.0f} %)"
+        say(f"{name}: {value:.4g} {unit}{share}")
+
+    def decode(self, batches: tuple[int, ...], repeats: int) -> None:
+        for batch in batches:
+            first, whole = (seconds(self.llm, batch, 128, osl, repeats) for osl in (1, 128))
+            step = (min(whole) - min(first)) / 127 * 1e3
+            spread = (max(whole) - min(whole)) / 127 * 1e3
+            floor = (self.weights + batch * 192 * self.kv_token) / self.bandwidth * 1e3
+            self.add(f"decode {self.label} batch={batch} isl=128", step, "ms", floor, spread)
+
+    def prefill(self, shapes: tuple[tuple[int, int], ...], repeats: int) -> None:
+        for batch, isl in shapes:
+            times = seconds(self.llm, batch, isl, 1, repeats)
+            if batch == 1:
+                self.add(f"ttft {self.label} batch=1 isl={isl}", min(times) * 1e3, "ms", None,
+                         (max(times) - min(times)) * 1e3)
+            self.add(f"prefill {self.label} batch={batch} isl={isl}", batch * isl / min(times), "tok/s")
+
+    def long(self, shapes: tuple[tuple[int, int], ...]) -> None:
+        """The last sequence's own steps: when its first token comes, all are decoding."""
+        for batch, isl in shapes:
+            if isl + 64 > self.plan.limits.max_seq_len:
+                continue
+            outputs = self.llm.generate(prompts(batch, isl), SamplingParams(max_tokens=48, ignore_eos=True))
+            last = max(outputs, key=lambda output: output.ttft_s or 0.0)
+            assert last.e2e_s is not None
+            assert last.ttft_s is not None
+            step = (last.e2e_s - last.ttft_s) / 47 * 1e3
+            floor = (self.weights + batch * (isl + 24) * self.kv_token) / self.bandwidth * 1e3
+            self.add(f"decode {self.label} batch={batch} isl={isl}", step, "ms", floor)
+
+
+def kv_bytes(plan: Plan) -> int:
+    model = plan.model
+    return 2 * model.num_layers * model.num_kv_heads * model.head_dim * (1 if plan.kv.quantized else 2)
+
+
+def profile(llm: LLM, batch: int, isl: int) -> None:
+    """Time of each kernel in the decode steps of one call, by name."""
+    params = SamplingParams(max_tokens=9, ignore_eos=True)
+    ids = prompts(batch, isl)
+    llm.generate(ids, params)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
+        llm.generate(ids, params)
+    found: dict[str, list[float]] = defaultdict(list)
+    for event in recorded.events():
+        found[event.name[:60]].append(event.device_time)
+    say(f"profile batch={batch} isl={isl}, 8 decode steps and a prefill, us: total, count, median")
+    rows = sorted(found.items(), key=lambda row: -sum(row[1]))
+    for name, times in rows[:24]:
+        times = sorted(times)
+        print(f"    {sum(times):10.1f} {len(times):6d} {times[len(times) // 2]:8.2f}  {name}")
+
+
+def peers(precision: str, folder: Path) -> Iterator[dict[str, float | str]]:
+    """vLLM's own cells, run now."""
+    script = Path(".peers/run_peers.sh")
+    if not script.is_file():
+        raise SystemExit("--peer needs the archive and scripts of the peer in .peers")
+    subprocess.run(["bash", str(script), str(folder), *PEERS[precision]], check=True)
+    for line in (folder / "peers.jsonl").read_text().splitlines():
+        yield json.loads(line)
+
+
+def with_peers(cells: list[BenchCell], records: list[dict[str, float | str]]) -> list[BenchCell]:
+    """Each cell with the fastest peer's figure of the same shape."""
+    found = []
+    for cell in cells:
+        words = dict(word.split("=") for word in cell.name.split() if "=" in word)
+        same = [r for r in records if str(r["b"]) == words.get("batch") and str(r["isl"]) == words.get("isl")]
+        kind = cell.name.split()[0]
+        key, best = {"decode": ("step_ms", min), "ttft": ("prefill_ms", min), "prefill": ("prefill_tok_s", max)}.get(
+            kind, ("", min))
+        if not same or not key or words.get("kv") != "bf16":
+            found.append(cell)
+            continue
+        record = best(same, key=lambda r: float(r[key]))
+        found.append(cell.model_copy(update={"peer": float(record[key]), "peer_name": f"vllm 0.20.2 {record['tag']}"}))
+    return found
+
+
+def run(arguments: argparse.Namespace, work: Path) -> list[BenchCell]:
+    checkpoint = RandomCheckpoint(arguments.precision, FP8_KV if arguments.kv == "fp8" else BF16, arguments.layers)
+    spec = EngineSpec(device="cuda", max_seq_len=arguments.max_seq_len, max_batch_size=arguments.max_batch_size,
+                      max_num_tokens=arguments.max_num_tokens, tune=arguments.tune, deterministic=arguments.deterministic)
+    bandwidth = copy_bandwidth()
+    torch.cuda.empty_cache()
+    say(f"copy bandwidth {bandwidth / 1e12:.3f} TB/s")
+    start = time.perf_counter()
+    build(checkpoint, spec, work / "engine", Reporter(), tuning=work / "tuning")
+    built = time.perf_counter() - start
+    torch.cuda.empty_cache()
+    start = time.perf_counter()
+    llm = LLM(Engine.open(work / "engine"))
+    loaded = time.perf_counter() - start
+    cells = Cells(llm, arguments.precision, bandwidth)
+    cells.add(f"build {cells.label} tune={arguments.tune}", built, "s")
+    cells.add(f"load {cells.label}", loaded, "s")
+    cells.add(f"memory {cells.label} without kv", ((llm.peak_memory_bytes or 0) - llm.stats()["blocks"] * kv_bytes(
+        llm.engine.plan) * spec.block_size) / 2**30, "GiB")
+    for fusion in llm.engine.plan.fusions:
+        say(f"{fusion.rewrite}: {fusion.ops_before} -> {fusion.ops_after} ops")
+    seconds(llm, 4, 64, 4, 1)
+    if "decode" in arguments.cells:
+        cells.decode(tuple(b for b in DECODE_BATCHES if b <= spec.max_batch_size), arguments.repeats)
+    if "prefill" in arguments.cells:
+        cells.prefill(tuple(s for s in PREFILLS if s[0] <= spec.max_batch_size), arguments.repeats)
+    if "long" in arguments.cells:
+        cells.long(LONG)
+    if arguments.profile:
+        for batch in arguments.profile:
+            profile(llm, batch, 128)
+    say("stats", llm.stats())
+    for timing in llm.engine.timings()["tuning"]:
+        if timing["tokens"] in (1, 16, 64, 256, 4096) and timing["microseconds"]:
+            say(f"{timing['shape']} tokens={timing['tokens']}: {timing['microseconds']} us, floor {timing['floor_fraction']}"
+                f" {timing['config']} | {timing['runner_up_microseconds']} {timing['runner_up']}")
+    llm.close()
+    return cells.cells
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--precision", choices=SCHEMES, required=True)
+    parser.add_argument("--kv", choices=("bf16", "fp8"), default="bf16")
+    parser.add_argument("--cells", nargs="*", choices=("decode", "prefill", "long"), default=["decode", "prefill"])
+    parser.add_argument("--tune", choices=("none", "quick", "full"), default="quick")
+    parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--max-seq-len", type=int, default=4096)
+    parser.add_argument("--max-batch-size", type=int, default=256)
+    parser.add_argument("--max-num-tokens", type=int, default=16384)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--profile", type=int, nargs="*", default=[], metavar="BATCH")
+    parser.add_argument("--peer", action="store_true")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    work = Path(tempfile.mkdtemp(prefix="toolkit-gpu-"))
+    try:
+        cells = run(arguments, work)
+        if arguments.peer:
+            torch.cuda.empty_cache()
+            cells = with_peers(cells, list(peers(arguments.precision, work)))
+        print(table(cells))
+        if arguments.json is not None:
+            write_cells(arguments.json, cells, device=torch.cuda.get_device_name())
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()
