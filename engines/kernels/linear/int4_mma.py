@@ -43,6 +43,7 @@ from engines.kernels.linear.int4_asm import (
     widen_asm,
     widen_registers,
 )
+from engines.kernels.linear.int4_stage import load_step, load_step_scales, spread_scales, spread_step
 
 __all__ = ["MAX_TOKENS", "int4_mma"]
 
@@ -92,80 +93,6 @@ def _load_x(x_ptr, m, k0, lane, j, HALF: gl.constexpr, K: gl.constexpr, NT: gl.c
         else:
             loaded = loaded + (gl.load(x, mask=inside & (j >= 0), other=0),)
     return loaded
-
-
-@gluon.jit
-def _halves(x, L: gl.constexpr):
-    """[T, 4, 2 n] -> the even and the odd slices [T, 4, n] along the last axis."""
-    shape: gl.constexpr = [x.shape[0], x.shape[1], x.shape[2] // 2, 2]
-    return gl.split(gl.reshape(x, shape))
-
-
-@gluon.jit
-def _load_step(x_ptr, m, step, TOKENS: gl.constexpr, K: gl.constexpr, WORDS: gl.constexpr, NW: gl.constexpr,
-               A8: gl.constexpr):
-    """Activations of a whole step (WORDS words of each token, for all warps), coalesced: [TOKENS, WORDS]."""
-    PER_WORD: gl.constexpr = 4 if A8 else 2
-    B: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [1, NW], [1, 0])
-    word = step * WORDS + gl.arange(0, WORDS, layout=gl.SliceLayout(0, B))[None, :]
-    token = gl.arange(0, TOKENS, layout=gl.SliceLayout(1, B))[:, None]
-    mask = (token < m) & (word < K // PER_WORD)
-    return gl.load(x_ptr + (token * (K // PER_WORD) + word), mask=mask, other=0)
-
-
-@gluon.jit
-def _spread_step(x, TOKENS: gl.constexpr, WORDS: gl.constexpr, NW: gl.constexpr, L: gl.constexpr, A8: gl.constexpr):
-    """``_load_step``'s words through shared memory to the lanes that multiply them.
-
-    One memory latency for all, where the assembler would sink loads of fragments next to their use and add theirs up.
-    Returns the fragments in the order of use, each [threads, 4]. TOKENS is 1 (all columns get the same) or 8.
-    """
-    PARTS: gl.constexpr = WORDS // NW // 16
-    if A8:
-        x = gl.permute(gl.reshape(x, [TOKENS, NW, PARTS, 2, 4, 2]), [1, 0, 4, 3, 5, 2])
-        x = gl.reshape(x, [NW, TOKENS, 4, 4, PARTS])
-    else:
-        x = gl.permute(gl.reshape(x, [TOKENS, NW, PARTS, 4, 4]), [1, 0, 3, 4, 2])
-    F: gl.constexpr = gl.BlockedLayout([1, 1, 1, 4, PARTS], [1, 8, 4, 1, 1], [NW, 1, 1, 1, 1], [4, 3, 2, 1, 0])
-    x = gl.convert_layout(x, F)
-    if TOKENS == 1:
-        x, _ = gl.broadcast(x, gl.full([NW, 8, 4, 4, PARTS], 0, gl.int32, layout=F))
-    parts = (gl.reshape(x, [NW * 32, 4, PARTS]),)
-    COUNT: gl.constexpr = PARTS
-    for level in gl.static_range(5):
-        if (1 << level) < COUNT:
-            evens = ()
-            odds = ()
-            for i in gl.static_range(1 << level):
-                even, odd = _halves(parts[i], L)
-                evens = evens + (even,)
-                odds = odds + (odd,)
-            parts = evens + odds
-    out = ()
-    for i in gl.static_range(PARTS):
-        out = out + (gl.convert_layout(gl.reshape(parts[i], [NW * 32, 4]), L),)
-    return out
-
-
-@gluon.jit
-def _load_step_scales(xs_ptr, step, KG: gl.constexpr, UNIT: gl.constexpr, NW: gl.constexpr):
-    """One token's activation scales of a step: [warps, 1, UNIT]."""
-    B: gl.constexpr = gl.BlockedLayout([1, 1, 1], [1, 1, 32], [NW, 1, 1], [2, 1, 0])
-    warp = gl.arange(0, NW, layout=gl.SliceLayout(1, gl.SliceLayout(2, B)))[:, None, None]
-    unit = gl.arange(0, UNIT, layout=gl.SliceLayout(0, gl.SliceLayout(1, B)))[None, None, :]
-    group = (step * NW + warp) * UNIT + unit
-    return gl.load(xs_ptr + group, mask=group < KG, other=0.0)
-
-
-@gluon.jit
-def _spread_scales(x, UNIT: gl.constexpr, NW: gl.constexpr, L: gl.constexpr):
-    """A warp's UNIT scales into four registers of each of its lanes."""
-    F: gl.constexpr = gl.BlockedLayout([1, 1, UNIT], [1, 32, 1], [NW, 1, 1], [2, 1, 0])
-    x, _ = gl.broadcast(gl.convert_layout(x, F), gl.full([NW, 32, UNIT], 0.0, gl.float32, layout=F))
-    x = gl.reshape(x, [NW * 32, UNIT])
-    if UNIT == 2:
-        x = gl.reshape(gl.permute(gl.join(x, x), [0, 2, 1]), [NW * 32, 4])
-    return gl.convert_layout(x, L)
 
 
 @gluon.jit
@@ -242,14 +169,14 @@ def _use_run(acc, words, scales, x_ptr, xs_ptr, m, step, run, lane, j, L: gl.con
     WORDS: gl.constexpr = UNIT * GROUP * NW // (4 if A8 else 2)
     staged = ()
     if STAGED > 0:
-        raw = _load_step(x_ptr, m, step, STAGED, K, WORDS, NW, A8)
+        raw = load_step(x_ptr, m, step, STAGED, K, WORDS, NW, A8)
         if A8 and STAGED == 1:
-            raw_scales = _load_step_scales(xs_ptr, step, K // GROUP, UNIT, NW)
-            staged = _spread_step(raw, STAGED, WORDS, NW, L, A8)
-            one = _spread_scales(raw_scales, UNIT, NW, L)
+            raw_scales = load_step_scales(xs_ptr, step, K // GROUP, UNIT, NW)
+            staged = spread_step(raw, STAGED, WORDS, NW, L, A8)
+            one = spread_scales(raw_scales, UNIT, NW, L)
             xs = (one, one)
         else:
-            staged = _spread_step(raw, STAGED, WORDS, NW, L, A8)
+            staged = spread_step(raw, STAGED, WORDS, NW, L, A8)
     if A8 and STAGED != 1:
         xs = _load_x_scales(xs_ptr, m, run, lane, j, K // GROUP, UNIT, NT, EVEN)
     HALVES: gl.constexpr = 1 if A8 else 2
