@@ -139,7 +139,7 @@ def _activation_supported(grid: Grid) -> bool:
 
 def _weight_bytes(program: Program, impls: Mapping[str, str]) -> int:
     """Bytes of the linears in the operators' own layouts."""
-    width = {"float": 32, "half": 16, "pair": 8, "int_mm": 8, "int4pack": 4}
+    width = {"float": 32, "half": 16, "split": 8, "int_mm": 8, "int4pack": 4}
     return sum(op.n * op.k * width[impls[linear_shape(op)]] // 8 for op in program.linears())
 
 

@@ -1,7 +1,7 @@
 """Which operator runs each linear: timed on this machine, kept in a tuning cache.
 
 The best CPU operator depends on the processor far more than on the model: with VNNI ``int_mm`` is the fastest int8
-form, without it it is a reference loop 50 times slower than ``pair``. So every operator that can run a linear of a
+form, without it it is a reference loop 50 times slower than ``split``. So every operator that can run a linear of a
 given shape is prepared on random codes and timed at the step sizes that matter (one token, a small batch, a prefill
 chunk), candidates interleaved so that a busy machine disturbs all alike, the best of several runs each. The choice
 minimises the sum over step sizes of time / best time there, decode sizes counting double; *one* operator is chosen for
@@ -38,7 +38,7 @@ from engines.program import Linear, Program
 STEPS: dict[int, float] = {1: 2.0, 8: 2.0, 64: 1.0}
 SECONDS = {"quick": 0.06, "full": 0.6}
 _TIE = 1.03
-_ORDER_OF_SIZE = ("int4pack", "pair", "int_mm", "half", "float")
+_ORDER_OF_SIZE = ("int4pack", "split", "int_mm", "half", "float")
 
 
 class Timing(Frozen):

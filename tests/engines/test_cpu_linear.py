@@ -24,7 +24,7 @@ class Case:
 
 CASES = [Case(1, 1, 2), Case(1, 16, 32), Case(2, 96, 64), Case(3, 33, 40), Case(7, 272, 64), Case(8, 48, 160),
          Case(17, 64, 96), Case(40, 128, 1024)]
-INTEGER = ["pair", "int_mm"]
+INTEGER = ["split", "int_mm"]
 
 
 def int8_stored(codes: torch.Tensor, scale: torch.Tensor):
@@ -156,7 +156,7 @@ def test_broken_weights_are_refused_by_name() -> None:
 
 def test_every_grid_has_an_operator_and_foreign_ones_say_why() -> None:
     assert [operator.name for operator in choices(INT8.weight, INT8.activation, 96, 64)] == [
-        "pair", "half", "int_mm", "float"]
+        "split", "half", "int_mm", "float"]
     assert [operator.name for operator in choices(INT4.weight, None, 96, 64)] == ["half", "int4pack", "float"]
     assert [operator.name for operator in choices(BF16, None, 96, 64)] == ["half", "float"]
     assert "groups of 32" in (OPERATORS["int4pack"].refuses(

@@ -95,7 +95,7 @@ def test_tuning_is_cached_and_then_repeatable(folder: Path, tmp_path: Path) -> N
     timings = first.timings()["tuning"]
     assert timings == again.timings()["tuning"]
     int8 = next(timing for timing in timings if "int8" in timing["shape"])
-    assert set(int8["milliseconds"]) == {"pair", "half", "int_mm", "float"}
+    assert set(int8["milliseconds"]) == {"split", "half", "int_mm", "float"}
     assert all(value > 0 for row in int8["milliseconds"].values() for value in row.values())
     assert int8["runner_up"] not in (None, int8["impl"])
 

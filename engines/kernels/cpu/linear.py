@@ -7,7 +7,7 @@ this processor) and keeps only that.
     name      weights it takes         private layout        y =
     float     any                      float32 [n, k]        x w^T
     half      any                      fbgemm fp16 tiles     x w^T, float32 accumulate; half the bytes of float32
-    pair      int8                     fbgemm int8 tiles     (max(q,0) c^T - max(-q,0) c^T) * scales, exact
+    split     int8                     fbgemm int8 tiles     (q c^T) * scales, exact
     int_mm    int8                     int8 [k, n]           (q c^T) * scales, exact
     int4pack  int4 group, symmetric    torch's int4 tiles    x w^T with x and scales in bf16
 
@@ -18,17 +18,22 @@ fp8 codes are fp16 numbers exactly. Only int4 (code * scale) is rounded, by 2^-1
 error. Since no bf16 unit is needed it is also the fastest here: a 49152 x 576 head took 3.5 ms at one row and 8.9 ms
 at eight, against 14.7 and 44.9 for float32 (2 cores, AVX2).
 
-**Why ``pair``.** Without VNNI, fbgemm multiplies u8 by s8 with vpmaddubsw, which adds two products in *saturating*
-int16: 255 * 127 * 2 does not fit, and full-range activations came out wrong by up to 50 % (measured against int64 at
-+-127 everywhere, and 10 % on random codes). 127 * 128 * 2 = 32,512 does fit. So a row q in [-127, 127] is fed as two
-rows, its positive and its negated negative part, both in [0, 127]; the weights are read once for both, the int32 sums
-are exact, and their difference is the true product. ``tests/engines/test_cpu_linear.py`` holds this against int64 at
-the extremes. One scale for the whole batch (``linear_dynamic``) is never used: it lets one loud row spoil its mates.
+**Why ``split``.** Without VNNI, fbgemm multiplies u8 by s8 with vpmaddubsw, which adds two products in *saturating*
+int16: 2 * 255 * 127 does not fit, and full-range activations came out wrong by up to 50 % (measured against int64 at
++-127 everywhere, and 10 % on random codes). 2 * 128 * 127 = 32,512 does fit. So a row q in [-127, 127] is fed in pieces
+of that size, whose int32 sums are exact and add up to the true product:
+- few rows: its positive and its negated negative part, as two rows. The weights are read once for both, and at one row
+  reading them is all that counts.
+- more rows: q clamped to [-64, 64] (u8 = q + 64), plus what is left of it. After per-token scaling few columns of a
+  batch hold a code beyond 64 (SmolLM2, 8 rows: 3 of 576 into qkv, 9 into gate_up, 46 of 1,536 into down), so the rest
+  is a small float32 product with those columns of the weight; when a third of them do, it is a second full pass.
+``tests/engines/test_cpu_linear.py`` holds all of it against int64 at the extremes. One scale for the whole batch
+(``linear_dynamic``) is never used: it lets one loud row spoil its mates.
 
-**Rows and batch mates.** ``pair`` and ``int_mm`` are bitwise independent of the batch (exact integer sums, as long as
-|sum| < 2^24 for ``pair``, whose result passes through float32; beyond that within 2^-24 relative). ``float`` and
-``half`` use the same operator at every batch size, but its blocking follows the number of rows: a row may differ by
-some 1e-6 of the largest output. The price of the bitwise form on a CPU would be one call a row.
+**Rows and batch mates.** ``split`` and ``int_mm`` are bitwise independent of the batch: exact integer sums, for
+``split`` (whose pieces pass through float32) as long as they stay below 2^24, beyond that within 2^-23 relative.
+``float`` and ``half`` are the same operator at every batch size, but its blocking follows the number of rows: a row may
+differ by some 1e-6 of the largest output. The price of the bitwise form on a CPU would be one call a row.
 """
 
 from __future__ import annotations
@@ -45,6 +50,9 @@ from engines.kernels.cpu.rows import Quantized
 Rows = torch.Tensor | Quantized
 Run = Callable[[Rows], torch.Tensor]
 _HALF_MAX_EXPONENT = 14
+#: ``split``: codes up to this size go through fbgemm in one piece; from this many rows on that beats feeding two signs.
+_BODY = 64
+_BY_SIZE_FROM = 4
 
 
 class LinearOperator(Protocol):
@@ -141,29 +149,46 @@ def _needs_int8(weight: Grid, activation: Grid | None) -> str | None:
     return None
 
 
-class PairLinear:
-    """Exact int8 by fbgemm without VNNI: positive and negative parts as two rows."""
+class SplitLinear:
+    """Exact int8 by fbgemm without VNNI: every row fed in pieces that cannot saturate."""
 
-    name = "pair"
+    name = "split"
 
     def refuses(self, weight: Grid, activation: Grid | None, n: int, k: int) -> str | None:
         return _needs_int8(weight, activation) or HalfLinear().refuses(weight, activation, n, k)
 
     def prepare(self, stored: Stored) -> Run:
-        n = stored.codes.shape[0]
-        scale = stored.channel_scale()
-        quantized = torch._make_per_channel_quantized_tensor(  # type: ignore[attr-defined]
-            stored.codes, scale.double(), torch.zeros(n, dtype=torch.int64), 0)
+        n, k = stored.codes.shape
+        quantized = torch._make_per_channel_quantized_tensor(
+            stored.codes, torch.ones(n, dtype=torch.float64), torch.zeros(n, dtype=torch.int64), 0)
         packed = torch.ops.quantized.linear_prepack(quantized, None)
         multiply = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
+        columns_of = stored.codes.t().contiguous()
+        scale = stored.channel_scale()
         signs = torch.tensor([[[1.0]], [[-1.0]]])
+
+        def by_sign(codes: torch.Tensor) -> torch.Tensor:
+            tokens = codes.shape[0]
+            halves = torch.mul(codes, signs).view(2 * tokens, k)  # the operator clamps below at 0
+            positive, negative = multiply(halves, 1.0, 0, packed).view(2, tokens, n).unbind(0)
+            return positive.sub_(negative)
+
+        def by_size(codes: torch.Tensor) -> torch.Tensor:
+            body = codes.clamp(-_BODY, _BODY)
+            out = multiply(body, 1.0, _BODY, packed)
+            rest = codes - body
+            loud = rest.any(0).nonzero().view(-1)
+            count = loud.numel()
+            if count == 0:
+                return out
+            if 3 * count > k:
+                return out.add_(multiply(rest, 1.0, _BODY, packed))
+            return out.addmm_(rest.index_select(1, loud), columns_of.index_select(0, loud).float())
 
         def run(rows: Rows) -> torch.Tensor:
             assert isinstance(rows, Quantized)
-            tokens, k = rows.codes.shape
-            halves = torch.mul(rows.codes, signs).view(2 * tokens, k)  # the operator clamps below at 0
-            positive, negative = multiply(halves, 1.0, 0, packed).view(2, tokens, n).unbind(0)
-            return positive.sub_(negative).mul_(rows.scale)
+            out = by_sign(rows.codes) if rows.codes.shape[0] < _BY_SIZE_FROM else by_size(rows.codes)
+            return out.mul_(scale).mul_(rows.scale)
         return run
 
 
@@ -181,7 +206,7 @@ class IntMMLinear:
 
         def run(rows: Rows) -> torch.Tensor:
             assert isinstance(rows, Quantized)
-            out = torch._int_mm(rows.codes.to(torch.int8), codes).float()  # type: ignore[attr-defined]
+            out = torch._int_mm(rows.codes.to(torch.int8), codes).float()
             return out.mul_(scale).mul_(rows.scale)
         return run
 
@@ -206,19 +231,19 @@ class Int4PackLinear:
         assert scale is not None
         assert stored.grid.granularity.kind == "group"
         group = stored.grid.granularity.size
-        packed = torch._convert_weight_to_int4pack_for_cpu((codes + 8).to(torch.int32), 2)  # type: ignore[attr-defined]
+        packed = torch._convert_weight_to_int4pack_for_cpu((codes + 8).to(torch.int32), 2)
         scales_zeros = torch.stack([scale.t(), torch.zeros_like(scale.t())], -1).to(torch.bfloat16).contiguous()
 
         def run(rows: Rows) -> torch.Tensor:
             assert isinstance(rows, torch.Tensor)
-            return torch._weight_int4pack_mm_for_cpu(  # type: ignore[attr-defined]
+            return torch._weight_int4pack_mm_for_cpu(
                 rows.bfloat16(), packed, group, scales_zeros).float()
         return run
 
 
 #: Every operator by name, in the order of preference when nothing was timed.
 OPERATORS: dict[str, LinearOperator] = {operator.name: operator for operator in (
-    PairLinear(), HalfLinear(), IntMMLinear(), Int4PackLinear(), FloatLinear())}
+    SplitLinear(), HalfLinear(), IntMMLinear(), Int4PackLinear(), FloatLinear())}
 
 
 def choices(weight: Grid, activation: Grid | None, n: int, k: int) -> list[LinearOperator]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from engines.kernels.cpu.rows import FP8_MAX
@@ -29,12 +30,16 @@ class LayerCache:
 
     @classmethod
     def empty(cls, num_slots: int, kv_heads: int, head_dim: int, scales: tuple[float, float] | None) -> LayerCache:
-        """``scales`` = (k_scale, v_scale) makes an fp8 cache. Memory is touched only where tokens are stored."""
+        """``scales`` = (k_scale, v_scale) makes an fp8 cache.
+
+        All zeros, for a masked slot is still multiplied by 0 and must not hold NaN; but numpy's zeros are pages that
+        the system fills when they are first touched, so memory is taken only where tokens are stored.
+        """
         shape = (num_slots, 2 * kv_heads, head_dim)
         if scales is None:
-            return cls(torch.empty(shape), None)
+            return cls(torch.from_numpy(np.zeros(shape, np.float32)), None)
         scale = torch.tensor(scales).repeat_interleave(kv_heads).unsqueeze(1)
-        return cls(torch.empty(shape, dtype=torch.uint8), scale)
+        return cls(torch.from_numpy(np.zeros(shape, np.uint8)), scale)
 
     def store(self, slots: torch.Tensor, kv: torch.Tensor) -> None:
         """Store rows kv [t, 2 * kv_heads, head_dim] at slots int64 [t]."""
@@ -42,9 +47,11 @@ class LayerCache:
             kv = (kv / self.scale).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
         self.slots.index_copy_(0, slots, kv)
 
-    def gather(self, slots: torch.Tensor) -> torch.Tensor:
-        """float32 rows at slots int64 [t] -> [t, 2 * kv_heads, head_dim]."""
-        return self._values(self.slots.index_select(0, slots))
+    def gather(self, blocks: torch.Tensor, block_size: int) -> torch.Tensor:
+        """float32 rows of whole blocks int64 [b] -> [b * block_size, 2 * kv_heads, head_dim]: one copy a block."""
+        heads, dim = self.slots.shape[1:]
+        whole = self.slots.view(-1, block_size * heads * dim)
+        return self._values(torch.embedding(whole, blocks).view(-1, heads, dim))
 
     def span(self, start: int, length: int) -> torch.Tensor:
         """float32 rows of a contiguous run of slots; a view where the cache is float32."""
