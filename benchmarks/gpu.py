@@ -150,20 +150,28 @@ def kv_bytes(plan: Plan) -> int:
 
 
 def profile(llm: LLM, batch: int, isl: int) -> None:
-    """Time of each kernel in the decode steps of one call, by name."""
+    """Where a decode step's time goes, kernel by kernel.
+
+    With programmatic dependent launch kernels overlap: one that waits for its predecessor looks long. What counts is by
+    how much each one moves the end: its own end minus the latest end before it. Kernels are told apart by neighbours.
+    """
     params = SamplingParams(max_tokens=9, ignore_eos=True)
     ids = prompts(batch, isl)
     llm.generate(ids, params)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
         llm.generate(ids, params)
+    spans = sorted((event.time_range.end, event.time_range.start, event.name.split("(")[0][:40])
+                   for event in recorded.events() if event.device_type == torch.autograd.DeviceType.CUDA)
+    last = max((i for i, span in enumerate(spans) if "prefill" in span[2]), default=0)
+    names = [span[2] for span in spans]
+    first = next(i for i in range(last, len(spans)) if "prepare" in names[i])
     found: dict[str, list[float]] = defaultdict(list)
-    for event in recorded.events():
-        found[event.name[:60]].append(event.device_time)
-    say(f"profile batch={batch} isl={isl}, 8 decode steps and a prefill, us: total, count, median")
-    rows = sorted(found.items(), key=lambda row: -sum(row[1]))
-    for name, times in rows[:24]:
-        times = sorted(times)
-        print(f"    {sum(times):10.1f} {len(times):6d} {times[len(times) // 2]:8.2f}  {name}")
+    for i in range(first + 1, len(spans) - 1):
+        found[f"{names[i - 1][:14]} > {names[i]} > {names[i + 1][:14]}"].append(spans[i][0] - spans[i - 1][0])
+    steps = max(1, sum("prepare" in name for name in names[first:]))
+    say(f"profile batch={batch} isl={isl}, {steps} decode steps: us a step, kernels a step, median us")
+    for name, times in sorted(found.items(), key=lambda row: -sum(row[1]))[:26]:
+        print(f"    {sum(times) / steps:10.1f} {len(times) / steps:7.1f} {sorted(times)[len(times) // 2]:8.2f}  {name}")
 
 
 def peers(precision: str, folder: Path) -> Iterator[dict[str, float | str]]:
@@ -207,6 +215,8 @@ def run(arguments: argparse.Namespace, work: Path) -> list[BenchCell]:
     start = time.perf_counter()
     llm = LLM(Engine.open(work / "engine"))
     loaded = time.perf_counter() - start
+    if llm._gpu is not None:
+        say("load", {name: round(its, 2) for name, its in llm._gpu.seconds.items()})
     cells = Cells(llm, arguments.precision, bandwidth)
     cells.add(f"build {cells.label} tune={arguments.tune}", built, "s")
     cells.add(f"load {cells.label}", loaded, "s")
@@ -226,7 +236,11 @@ def run(arguments: argparse.Namespace, work: Path) -> list[BenchCell]:
             profile(llm, batch, 128)
     say("stats", llm.stats())
     for timing in llm.engine.timings()["tuning"]:
-        if timing["tokens"] in (1, 16, 64, 256, 4096) and timing["microseconds"]:
+        if "layers" in timing:
+            say(f"step of {timing['layers']} layers, {timing['tokens']} tokens: {timing['before']} -> {timing['after']} us")
+            for change in timing["changes"]:
+                say("   ", change)
+        elif timing["tokens"] in (1, 16, 64, 256, 4096) and timing["microseconds"]:
             say(f"{timing['shape']} tokens={timing['tokens']}: {timing['microseconds']} us, floor {timing['floor_fraction']}"
                 f" {timing['config']} | {timing['runner_up_microseconds']} {timing['runner_up']}")
     llm.close()

@@ -1,4 +1,4 @@
-"""Timing linears on a GPU: cold weights, CUDA graphs, in chains (what ``tune_gpu`` measures with)."""
+"""Timing linears on a GPU: cold weights, CUDA graphs (what ``tune_gpu`` measures with)."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ import torch
 from engines.build.impls import impl_for, shape_of, weight_bytes
 from engines.device import Device
 from engines.errors import EngineError
-from engines.kernels import norm
 from engines.kernels.impl import KernelConfig, LinearImpl, Packed
 from engines.plan import linear_shape
 from engines.program import Linear
 
 _LOG = logging.getLogger(__name__)
 COLD_BYTES = 400e6
-CHAIN_LAYERS = 8
 #: Largest root-mean-square difference between two candidates' results, relative: bf16 rounding and fp8 accumulators.
 SAME_RMS = 1e-2
 
@@ -29,7 +27,7 @@ class _Subject:
     def __init__(self, op: Linear) -> None:
         self.op, self.impl = op, impl_for(op)
         count = max(1, min(48, -(-int(COLD_BYTES) // weight_bytes(op))))
-        first = random_packed(op, self.impl)
+        first = random_packed(op, self.impl, torch.device("cuda"))
         self.packed = [first] + [Packed({name: tensor.clone() for name, tensor in first.tensors.items()}, first.n, first.k,
                                         first.group, first.facts) for _ in range(count - 1)]
         self._rows: dict[int, tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]] = {}
@@ -45,20 +43,20 @@ class _Subject:
         self._rows.pop(tokens, None)
 
 
-def random_packed(op: Linear, impl: LinearImpl) -> Packed:
+def random_packed(op: Linear, impl: LinearImpl, device: torch.device) -> Packed:
     """A weight with random codes on the op's grid: times depend on bits that toggle, so zeros would flatter."""
     grid, shape = op.weight, (op.n, op.k)
     if grid.dtype == "bf16":
-        return impl.pack(torch.randn(shape, device="cuda", dtype=torch.bfloat16).mul_(0.02))
+        return impl.pack(torch.randn(shape, device=device, dtype=torch.bfloat16).mul_(0.02))
     if grid.dtype == "fp8_e4m3":
-        weight = torch.randn(shape, device="cuda", dtype=torch.bfloat16).mul_(100).clamp_(-448, 448)
-        return impl.pack(weight.to(torch.float8_e4m3fn), torch.tensor(2e-4, device="cuda"))
+        weight = torch.randn(shape, device=device, dtype=torch.bfloat16).mul_(100).clamp_(-448, 448)
+        return impl.pack(weight.to(torch.float8_e4m3fn), torch.tensor(2e-4, device=device))
     low, high = (-127, 128) if grid.dtype == "int8" else (-8, 8)
-    codes = torch.randint(low, high, shape, device="cuda", dtype=torch.int8)
+    codes = torch.randint(low, high, shape, device=device, dtype=torch.int8)
     if grid.granularity.kind == "group":
-        scale = torch.rand(op.n, op.k // grid.granularity.size, device="cuda").mul_(1e-3).add_(1e-3)
+        scale = torch.rand(op.n, op.k // grid.granularity.size, device=device).mul_(1e-3).add_(1e-3)
         return impl.pack(codes, scale.to(torch.float16).float())
-    return impl.pack(codes, torch.rand(op.n, device="cuda").mul_(1e-4).add_(1e-4))
+    return impl.pack(codes, torch.rand(op.n, device=device).mul_(1e-4).add_(1e-4))
 
 
 def random_rows(op: Linear, tokens: int) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -79,7 +77,7 @@ def random_rows(op: Linear, tokens: int) -> tuple[torch.Tensor, torch.Tensor | N
 
 
 class Bench:
-    """Times candidates. Keeps one linear's copies at a time, and the chain's."""
+    """Times candidates, on copies of each linear's weight."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -140,31 +138,6 @@ class Bench:
             raise EngineError(f"no kernel runs {linear_shape(op)} at {tokens} tokens on {self._device.name}",
                               "Leave this layer unquantized, or quantize it otherwise.")
         return sorted(found, key=lambda entry: entry[1]), len(candidates) - len(found)
-
-    def chain(self, ops: Sequence[Linear], tokens: int, tops: Sequence[Sequence[KernelConfig]]) -> list[KernelConfig]:
-        """The best config of each linear in company: one linear at a time, the others held at what is best so far."""
-        picked = [configs[0] for configs in tops]
-        best = self._chain_seconds(ops, tokens, picked)
-        for place, configs in enumerate(tops):
-            for config in configs[1:]:
-                trial = [*picked[:place], config, *picked[place + 1:]]
-                seconds = self._chain_seconds(ops, tokens, trial)
-                if seconds < 0.997 * best:
-                    best, picked = seconds, trial
-        return picked
-
-    def _chain_seconds(self, ops: Sequence[Linear], tokens: int, configs: Sequence[KernelConfig]) -> float:
-        width = ops[0].k
-        x = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16)
-        out, weight = torch.empty_like(x), torch.ones(width, device="cuda", dtype=torch.bfloat16)
-        between = norm.candidates(width, self._device.facts)[0]
-
-        def run() -> None:
-            for layer in range(CHAIN_LAYERS):
-                for op, config in zip(ops, configs, strict=True):
-                    norm.launch(x, weight, out, between, eps=1e-5)
-                    self._launch(self._subject(op), layer, tokens, config)
-        return self._median(run, 9)
 
     def _median(self, run: Callable[[], object], replays: int, *, graphed: bool = True) -> float:
         """Median seconds of ``run``: captured and replayed, or launched as it is."""

@@ -18,8 +18,22 @@ from dataclasses import dataclass, field
 
 from calib.scheme import Grid
 from engines.build.impls import group_of
-from engines.program import ActQuant, Add, AddNorm, Attention, Embed, GatedSilu, Linear, Op, Program
-from engines.program import RopeKV, SelectRows, Split, reads, writes
+from engines.program import (
+    ActQuant,
+    Add,
+    AddNorm,
+    Attention,
+    Embed,
+    GatedSilu,
+    Linear,
+    Op,
+    Program,
+    RopeKV,
+    SelectRows,
+    Split,
+    reads,
+    writes,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,14 +55,9 @@ def plan_for(checkpoint: QuantizedCheckpoint, spec: EngineSpec, tuning: Path | N
     check_vocabulary(checkpoint.tokenizer(), facts.vocab_size)
     if device.runs_triton:
         # Here and below: Triton is an optional dependency, so what imports it is imported where a GPU is asked for.
-        from engines.build.plan_gpu import check_gpu, check_linears, make_gpu_plan
-        from engines.build.tune_gpu import tune_gpu
+        from engines.build.choose_gpu import choose_gpu
 
-        check_gpu(spec, checkpoint.schemes, checkpoint.kv, device)
-        check_linears(program, device)
-        linears, measured = tune_gpu(program, device, spec.tune, spec.max_num_tokens, spec.deterministic, tuning, report)
-        return make_gpu_plan(checkpoint.config, checkpoint.schemes, checkpoint.kv, spec, device, keys, linears
-                             ), tuple(measured)
+        return choose_gpu(checkpoint.config, checkpoint.schemes, checkpoint.kv, spec, device, keys, tuning, report)
     check_spec(spec, checkpoint.schemes, checkpoint.kv)
     kernels, timings = tune(program, device, spec.tune, spec.max_num_tokens, tuning, report)
     plan = make_plan(checkpoint.config, checkpoint.schemes, checkpoint.kv, spec, device, keys, kernels)
@@ -75,6 +70,16 @@ def _packer(device: Device) -> Pack:
     from engines.build.pack_gpu import pack_gpu
 
     return pack_gpu
+
+
+def _compile(plan: Plan, weights: Path, report: Report) -> None:
+    """On a GPU: every kernel variant that the engine will reach."""
+    if plan.device.runs_triton:
+        from engines.runtime.cuda.warm import compile_plan
+
+        report(Progress("compile", 0, 1, "kernels"))
+        count = compile_plan(plan, weights)
+        report(Progress("compile", 1, 1, "kernels", f"{count} variants"))
 
 
 def build(checkpoint: QuantizedCheckpoint, spec: EngineSpec, out: Path | str, report: Report = silent, *,
@@ -92,9 +97,10 @@ def build(checkpoint: QuantizedCheckpoint, spec: EngineSpec, out: Path | str, re
         report(Progress("pack weights", 0, 1, "model"))
         write_weights(checkpoint.tensors(), plan.program, plan.kv,
                       writer.folder / Mesh.single(plan.tp, plan.pp).folder, _packer(plan.device))
+        report(Progress("pack weights", 1, 1, "model"))
+        _compile(plan, writer.folder / Mesh.single(plan.tp, plan.pp).folder, report)
         (writer.folder / TOKENIZER).mkdir()
         checkpoint.tokenizer().save(writer.folder / TOKENIZER)
         evidence = BuildEvidence(seconds=time.monotonic() - started, tuning=timings)
         writer.evidence(TIMINGS).write_text(json.dumps(evidence.to_json(), indent=1))
-        report(Progress("pack weights", 1, 1, "model"))
     return Engine.open(out)

@@ -18,8 +18,6 @@ from engines.models.decoder import ModelFacts
 from engines.plan import KernelChoice
 from engines.program import GatedSilu, Program
 
-#: Steps of at most this many tokens are bound by latency.
-FEW_TOKENS = 64
 #: The largest step that any table has an entry for.
 MOST_TOKENS = 1 << 30
 
@@ -29,7 +27,7 @@ def silu_shape(op: GatedSilu) -> str:
     return f"n={op.width} quant={None if op.quant is None else op.quant.grid}"
 
 
-def _entry(op: str, shape: str, tokens: int, config: KernelConfig) -> KernelChoice:
+def entry(op: str, shape: str, tokens: int, config: KernelConfig) -> KernelChoice:
     return KernelChoice(op=op, shape=shape, max_tokens=tokens, impl="triton", config=config.to_json())
 
 
@@ -48,26 +46,25 @@ def default_table(facts: ModelFacts, program: Program, block_size: int, kv: Grid
 def _defaults(facts: ModelFacts, program: Program, block_size: int, kv: Grid, device: DeviceFacts,
               deterministic: bool) -> Iterator[KernelChoice]:
     hidden, kv_bytes = facts.hidden_size, 1 if kv.quantized else 2
-    yield _entry("embed", f"n={hidden}", MOST_TOKENS, embedding.candidates(hidden, device)[0])
-    yield _entry("norm", f"n={hidden}", MOST_TOKENS, norm.candidates(hidden, device)[0])
-    yield _entry("quantize", "any", MOST_TOKENS, quantize.candidates(hidden, device)[0])
-    heads = rope_kv.candidates(facts.num_heads, facts.num_kv_heads, device)
-    yield _entry("rope_kv", "heads", FEW_TOKENS, heads[0])
-    yield _entry("rope_kv", "heads", MOST_TOKENS, heads[-1])
+    yield entry("embed", f"n={hidden}", MOST_TOKENS, embedding.candidates(hidden, device)[0])
+    yield entry("norm", f"n={hidden}", MOST_TOKENS, norm.candidates(hidden, device)[0])
+    yield entry("quantize", "any", MOST_TOKENS, quantize.candidates(hidden, device)[0])
+    for tokens, most in ((1, 8), (16, MOST_TOKENS)):
+        yield entry("rope_kv", "heads", most, rope_kv.candidates(facts.num_heads, facts.num_kv_heads, device, tokens)[0])
     for op in {silu_shape(op): op for op in program.ops if isinstance(op, GatedSilu)}.values():
         grid = None if op.quant is None else op.quant.grid
         tiles = silu_mul.candidates(op.width, mode_of(grid), 0 if grid is None else group_of(grid), device)
-        yield _entry("silu_mul", silu_shape(op), MOST_TOKENS, tiles[0])
+        yield entry("silu_mul", silu_shape(op), MOST_TOKENS, tiles[0])
     decode = attention_decode.candidates(facts.head_dim, block_size, kv_bytes, device, deterministic=deterministic)
-    yield _entry("attention_decode", "split", MOST_TOKENS, decode[0])
+    yield entry("attention_decode", "split", MOST_TOKENS, decode[0])
     yield from _prefill(attention_prefill.candidates(facts.head_dim, facts.num_heads // facts.num_kv_heads, kv_bytes,
                                                      device), deterministic)
-    yield _entry("sample", f"n={facts.vocab_size}", MOST_TOKENS, sample.candidates(facts.vocab_size, device)[0])
+    yield entry("sample", f"n={facts.vocab_size}", MOST_TOKENS, sample.candidates(facts.vocab_size, device)[0])
 
 
 def _prefill(tiles: Sequence[KernelConfig], deterministic: bool) -> Iterator[KernelChoice]:
     """Small tiles for short chunks; one tile for all where a row's sum must not depend on its chunk."""
     small = min(tiles, key=lambda config: config["ROWS"])
     if not deterministic and small["ROWS"] < tiles[0]["ROWS"]:
-        yield _entry("attention_prefill", "tile", small["ROWS"], small)
-    yield _entry("attention_prefill", "tile", MOST_TOKENS, tiles[0])
+        yield entry("attention_prefill", "tile", small["ROWS"], small)
+    yield entry("attention_prefill", "tile", MOST_TOKENS, tiles[0])

@@ -77,15 +77,18 @@ def workspace_bytes(program: Program, kernels: Sequence[KernelChoice], max_num_t
 
 
 def make_gpu_plan(config: Mapping[str, object], schemes: Mapping[str, Scheme], kv: Grid, spec: EngineSpec, device: Device,
-                  keys: ActivationKeys, linears: Sequence[KernelChoice]) -> Plan:
-    """Resolve a spec. ``linears`` are the tuned choices. EngineError says in words and numbers what cannot be met."""
+                  keys: ActivationKeys, linears: Sequence[KernelChoice], others: Sequence[KernelChoice] = ()) -> Plan:
+    """Resolve a spec. ``linears`` are the tuned choices, ``others`` those of all other Ops (default: first candidates).
+
+    EngineError says in words and numbers what cannot be met."""
     check_gpu(spec, schemes, kv, device)
     facts, unfused, program, fusions = fused_program(config, schemes, keys)
     max_seq_len = spec.max_seq_len or facts.max_position
     if max_seq_len > facts.max_position:
         raise EngineError(f"max_seq_len {max_seq_len} is beyond the model's {facts.max_position} positions",
                           f"Ask for at most {facts.max_position}.")
-    kernels = (*linears, *default_table(facts, program, spec.block_size, kv, device.facts, spec.deterministic))
+    kernels = (*linears, *(others or default_table(facts, program, spec.block_size, kv, device.facts,
+                                                   spec.deterministic)))
     limits = Limits(max_seq_len=max_seq_len, max_batch_size=spec.max_batch_size, max_num_tokens=spec.max_num_tokens,
                     block_size=spec.block_size, num_blocks=1)
     plan = Plan(device=device, model=facts, program=program, fusions=fusions, ops_unfused=len(unfused.ops),

@@ -7,9 +7,7 @@ variants and torch's own operators alike. All variants are compiled first, on al
 so that nothing is found in L2), programmatic dependent launch as configured; the median of a few replays. A candidate
 whose result differs from the first one's is dropped, and said so.
 
-**In the chain.** A kernel that wins alone may lose in company: what it leaves in L2, how many programs it keeps from the
-next one. So for small steps the best three of each linear compete once more inside a chain of all of a layer's linears
-with a norm between them, one linear at a time, the others held.
+What wins alone may lose in company: ``tune_step`` lets the best few compete again inside whole decode steps.
 
 **Deterministic** engines hold BLOCK_K and SPLIT_K of a linear constant over all step sizes (a row's sum then does not
 depend on its batch): one kernel, one pair, that which costs least over all sizes.
@@ -24,6 +22,7 @@ import json
 import math
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -48,8 +47,8 @@ SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 HEAD_SIZES = SIZES[:9]
 SECONDS = {"quick": 60.0, "full": 240.0}
 CANDIDATES = {"quick": 6, "full": 64}
-#: Up to this many tokens the winners compete again in the chain.
-CHAIN_TOKENS = 64
+#: How many of a linear's configs compete again in the chain.
+TOPS = 3
 #: A dot tile of this many tokens serves larger steps too.
 DOT_TOKENS = 256
 
@@ -100,6 +99,15 @@ def cache_file(folder: Path, device: Device) -> Path:
     return folder / f"tuning-gpu-{sha256_hex(device.model_dump_json().encode())[:16]}.json"
 
 
+@dataclass(frozen=True, slots=True)
+class Tuned:
+    """Choices, evidence, and the configs that are worth trying in company (none where nothing was timed)."""
+
+    choices: list[KernelChoice]
+    timings: list[GpuTiming]
+    tops: dict[int, dict[str, list[KernelConfig]]]
+
+
 class _Tuner:
     """One run over all points."""
 
@@ -108,11 +116,12 @@ class _Tuner:
         self.device, self.mode, self.deterministic, self.report = device, mode, deterministic, report
         head = program.linears()[-1]
         self.linears = {linear_shape(op): op for op in program.linears()}
-        self.chain = [op for op in self.linears.values() if op is not self.linears[linear_shape(head)]]
         self.points = [(op, tokens) for op in self.linears.values()
                        for tokens in sizes_for(op, self.linears[linear_shape(head)], max_num_tokens)]
         self.path = None if cache is None or mode == "none" else cache_file(cache, device)
         self.known = {} if self.path is None else _read(self.path)
+        #: Step size -> linear shape -> its best configs, for ``tune_step``.
+        self.tops: dict[int, dict[str, list[KernelConfig]]] = {}
         self.timed = mode != "none" and device.kind == "cuda"
 
     def key(self, op: Linear, tokens: int) -> str:
@@ -157,10 +166,10 @@ class _Tuner:
             else:
                 ranked[linear_shape(op), tokens] = [(config, None) for config in candidates]
             self._keep(op, tokens, ranked[linear_shape(op), tokens], dropped, bench.bandwidth)
+            self.tops.setdefault(tokens, {})[linear_shape(op)] = [config for config, _ in candidates_of(
+                ranked[linear_shape(op), tokens])]
         if self.deterministic:
             self._hold_pairs(ranked, bench)
-        elif time.monotonic() < end:
-            self._in_chain(ranked, bench, {tokens for _, tokens in wanted if tokens <= CHAIN_TOKENS})
         self.report(Progress("tune", len(wanted), len(wanted), "point"))
 
     def _compile(self, bench: Bench, wanted: list[tuple[Linear, int]]) -> None:
@@ -201,18 +210,11 @@ class _Tuner:
             for tokens, found in rows.items():
                 self._keep(op, tokens, [entry for entry in found if _pair(entry[0]) == held], 0, bench.bandwidth)
 
-    def _in_chain(self, ranked: dict[tuple[str, int], list[tuple[KernelConfig, float | None]]], bench: Bench,
-                  sizes: set[int]) -> None:
-        for tokens in sorted(sizes):
-            rows = [ranked.get((linear_shape(op), tokens)) for op in self.chain]
-            if any(found is None for found in rows):
-                continue
-            tops = [[config for config, _ in found[:3]] for found in rows if found is not None]
-            picked = bench.chain(self.chain, tokens, tops)
-            for op, found, config in zip(self.chain, rows, picked, strict=True):
-                assert found is not None
-                order = sorted(found, key=lambda entry, config=config: entry[0] != config)  # type: ignore[misc]
-                self._keep(op, tokens, order, self.known[self.key(op, tokens)].dropped, bench.bandwidth)
+
+def candidates_of(ranked: Sequence[tuple[KernelConfig, float | None]]) -> Sequence[tuple[KernelConfig, float | None]]:
+    """The best few that are within 15 % of the best."""
+    best = ranked[0][1]
+    return [entry for entry in ranked[:TOPS] if best is None or (entry[1] or 0.0) < 1.15 * best]
 
 
 def _pair(config: KernelConfig) -> tuple[int, int]:
@@ -224,13 +226,14 @@ def _rounded(us: float | None) -> float | None:
 
 
 def tune_gpu(program: Program, device: Device, mode: Mode, max_num_tokens: int, deterministic: bool, cache: Path | None,
-             report: Report) -> tuple[list[KernelChoice], list[GpuTiming]]:
+             report: Report) -> Tuned:
     """The choice for every distinct linear and step size of a program, and the timings behind it."""
-    timings = _Tuner(program, device, mode, max_num_tokens, deterministic, cache, report).run()
+    tuner = _Tuner(program, device, mode, max_num_tokens, deterministic, cache, report)
+    timings = tuner.run()
     linears = {linear_shape(op): op for op in program.linears()}
     picked = [KernelChoice(op="linear", shape=timing.shape, max_tokens=timing.tokens,
                            impl=impl_for(linears[timing.shape]).name, config=timing.config) for timing in timings]
-    return picked, timings
+    return Tuned(picked, timings, {} if deterministic else tuner.tops)
 
 
 def _read(path: Path) -> dict[str, GpuTiming]:

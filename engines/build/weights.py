@@ -2,7 +2,7 @@
 
 Each linear of the fused Program is stacked from its parts and stored in its disk form (``kernels/cpu/disk.py``); norms,
 scales and the embedding are stored as they are. One safetensors file a layer is written as soon as the layer is
-complete, so the peak is one layer, not one model. The stream must end empty: a tensor nobody wants and a tensor that
+complete, two at most while the next one is packed, so the peak is a few layers, not one model. The stream must end empty: a tensor nobody wants and a tensor that
 never came are errors that name it.
 
 Opening is the way back: files are mapped, names and count are checked, and each operator makes its private layout.
@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -21,13 +23,15 @@ from safetensors.torch import save_file
 
 from calib.scheme import Grid, Scheme
 from engines.errors import EngineError
-from engines.kernels.cpu.disk import Stored, as_bf16, pack
+from engines.kernels.cpu.disk import FIELDS, Stored, as_bf16, pack
 from engines.program import ActQuant, AddNorm, Embed, Linear, Program, RMSNorm
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 Part = Mapping[str, torch.Tensor]
 #: A linear and the canonical tensors of its parts -> what is stored of it, by field name.
 Pack = Callable[[Linear, Sequence[Part]], Mapping[str, torch.Tensor]]
+#: Layers that are being written while the next one is packed.
+_WRITING = 2
 _LINEAR_FIELDS = ("weight", "weight_scale", "weight_zero", "g_idx", "bias")
 #: Tensors that some checkpoints carry and that are computed here instead.
 _COMPUTED = re.compile(r"rotary_emb\.inv_freq$")
@@ -57,7 +61,11 @@ def quants(program: Program) -> Iterator[ActQuant]:
             yield quant
 
 
-def _wanted_vectors(program: Program, kv: Grid) -> set[str]:
+def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    save_file({name: tensor.cpu() for name, tensor in tensors.items()}, path)
+
+
+def stored_names(program: Program, kv: Grid) -> set[str]:
     """Names of everything that is stored besides linears."""
     names = {f"{op.weight}.weight" for op in program.ops if isinstance(op, RMSNorm | AddNorm | Embed)}
     names |= {name for quant in quants(program) for name in (quant.input_scale, quant.pre_quant_scale) if name}
@@ -77,7 +85,8 @@ class _Writer:
 
     def __init__(self, program: Program, kv: Grid, folder: Path, pack: Pack) -> None:
         self.folder, self.pack = folder, pack
-        self.vectors = _wanted_vectors(program, kv)
+        self.pool, self.writing = ThreadPoolExecutor(_WRITING), deque[Future[None]]()
+        self.vectors = stored_names(program, kv)
         self.parts = {part: op for op in program.linears() for part in op.parts}
         self.embeddings = {op.weight for op in program.ops if isinstance(op, Embed)}
         self.shared = self.embeddings & self.parts.keys()
@@ -124,7 +133,9 @@ class _Writer:
             self._store(key, {f"{key}.{field}": value for field, value in stored.items()})
         for group in [group for group, names in self.missing.items() if not names and group in self.ready]:
             self.folder.mkdir(parents=True, exist_ok=True)
-            save_file(self.ready.pop(group), self.folder / f"{group}.safetensors")
+            while len(self.writing) > _WRITING:
+                self.writing.popleft().result()
+            self.writing.append(self.pool.submit(_save, self.ready.pop(group), self.folder / f"{group}.safetensors"))
 
     def _store(self, name: str, tensors: dict[str, torch.Tensor]) -> None:
         group = _group(name)
@@ -172,6 +183,9 @@ def write_weights(stream: Iterable[tuple[str, torch.Tensor]], program: Program, 
         group = _group(name)
         writer.add(name, tensor)
     writer.flush(None)
+    with writer.pool:
+        for file in writer.writing:
+            file.result()
     lost = sorted(name for names in writer.missing.values() for name in names)
     if lost:
         raise EngineError(f"the checkpoint has no {lost[0]}" + (f" (and {len(lost) - 1} more)" if lost[1:] else ""),
@@ -200,9 +214,8 @@ class Weights:
         key = linear_key(op)
         if f"{key}.codes" not in self._files:
             return Stored(op.weight, self.take(f"{key}.weight"))
-        fields = {field: self.take(f"{key}.{field}") for field in ("codes", "scale", "zero", "g_idx", "bias")
-                  if f"{key}.{field}" in self._files}
-        return Stored(op.weight, **fields)
+        fields = {field: self.take(f"{key}.{field}") for field in FIELDS if f"{key}.{field}" in self._files}
+        return Stored.of(op.weight, fields)
 
     def done(self) -> None:
         left = sorted(set(self._files) - self._taken)

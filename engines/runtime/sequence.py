@@ -24,7 +24,6 @@ import torch
 from engines.request import FinishReason, SamplingParams, TokenLogprob
 from engines.runtime.text_stream import TextStream
 
-
 #: A token that a launched step has chosen and nobody has read yet.
 UNKNOWN = -1
 

@@ -116,7 +116,7 @@ class Arena:
         self.workspace = torch.zeros(max(workspace, 16), dtype=torch.uint8, device=device)
         self.attention = {bucket: attention_plan.workspace(
             bucket, limits.max_seq_len, model.num_heads, model.num_kv_heads, model.head_dim,
-            configs.of("attention_decode"), device) for bucket in decode_sizes(limits.max_batch_size)}
+            configs.of("attention_decode", bucket), device) for bucket in decode_sizes(limits.max_batch_size)}
         self.final = torch.zeros(layout.samples * model.hidden_size * 2, dtype=torch.uint8, device=device)
         self.final_scales = torch.zeros(layout.samples * max(1, model.hidden_size // 32), device=device)
         self.logits = torch.zeros(layout.samples, model.vocab_size, dtype=logits_dtype(plan), device=device)

@@ -40,7 +40,7 @@ class Head:
         self._grid = None if last.quant is None else last.quant.grid
         self._packed, self._impl = binder.weights.linear(linear), IMPLS[binder.plan.choice(linear).impl]
         self._static = binder.static_scale(linear)
-        self._norm_config, self._sample_config = binder.configs.of("norm"), binder.configs.of("sample")
+        self._sample_config = binder.configs.of("sample")
 
     def logits(self, count: int) -> torch.Tensor:
         """Logits [count, vocabulary] of the record's first ``count`` selected tokens."""
@@ -54,7 +54,7 @@ class Head:
             scales = arena.final_scales[:count * (width // self._codes.group)].view(count, -1)
         tokens = arena.layout.tokens
         residual = None if self._residual is None else arena.rows.of(self._residual, tokens)
-        norm.launch(arena.rows.of(self._x, tokens), self._weight, final, self._norm_config, eps=self._eps,
+        norm.launch(arena.rows.of(self._x, tokens), self._weight, final, self._binder.configs.of("norm", count), eps=self._eps,
                     residual=residual, rows=arena.record.selected[:count], pre_quant_scale=self._codes.pre_quant_scale,
                     quant=self._codes.mode, group=self._codes.group, input_scale=self._codes.input_scale, scales=scales)
         out = arena.logits[:count]

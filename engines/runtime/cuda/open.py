@@ -8,6 +8,7 @@ of a second: everything is compiled). Nothing is compiled after this; ``stats`` 
 from __future__ import annotations
 
 import logging
+import time
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -16,14 +17,14 @@ from engines.build.buffers import assign
 from engines.build.plan_gpu import block_bytes, workspace_bytes
 from engines.engine import Engine
 from engines.errors import EngineError
-from engines.kernels.compile_ahead import CompileWatch, collect, compile_variants
+from engines.kernels.compile_ahead import CompileWatch
 from engines.plan import Limits
 from engines.runtime.cuda.arena import Arena, KVCache
-from engines.runtime.cuda.graphs import Graphs, Key, keys
+from engines.runtime.cuda.graphs import Graphs, keys
 from engines.runtime.cuda.memory import check_free, free_bytes, table
-from engines.runtime.cuda.ops import Shape
 from engines.runtime.cuda.runner import CudaRunner
 from engines.runtime.cuda.steps import Steps
+from engines.runtime.cuda.warm import compile_reachable, launch
 from engines.runtime.cuda.weights import DeviceWeights, read_weights
 
 _LOG = logging.getLogger(__name__)
@@ -41,7 +42,10 @@ class GpuEngine:
         _LOG.info("memory plan\n%s", table(plan.memory))
         check_free(plan.memory, plan.device)
         self._free_at_start = free_bytes(plan.device)
+        self.seconds: dict[str, float] = {}
+        self._lap = time.monotonic()
         self._weights = DeviceWeights(plan, read_weights(engine, self._device), self._device)
+        self._clock("read weights")
         workspace = workspace_bytes(plan.program, plan.kernels, plan.limits.max_num_tokens)
         self._arena = Arena(plan, assign(plan.program), workspace, self._device)
         self._graphs = Graphs(self._stream)
@@ -52,6 +56,12 @@ class GpuEngine:
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def _clock(self, what: str) -> None:
+        """Note the seconds since the last call."""
+        now = time.monotonic()
+        self.seconds[what], self._lap = now - self._lap, now
+        _LOG.info("%s: %.2f s", what, self.seconds[what])
 
     def _bind(self, blocks: int) -> Steps:
         scales = None
@@ -70,9 +80,12 @@ class GpuEngine:
         self._warm()
         self._capture()
         blocks = self._affordable(limits.num_blocks)
+        self._clock("capture")
         self._graphs.clear()
         self.steps = self._bind(blocks)
+        self._clock("allocate cache")
         self._capture()
+        self._clock("capture again")
         return limits.model_copy(update={"num_blocks": blocks})
 
     def _affordable(self, wanted: int) -> int:
@@ -89,26 +102,16 @@ class GpuEngine:
                               f"needs {least}\n{table(memory)}", "Raise the memory cap, or lower max_seq_len.")
         return blocks
 
-    def _launch(self, step: Key | Shape) -> None:
-        if isinstance(step, Key):
-            self.steps.launch(step)
-        else:
-            self.steps.body(step)
-
     def _warm(self) -> None:
-        """Compile what is missing on all cores, then load and run every variant once (on empty rows)."""
+        """Compile what is missing (nothing, where the build did it), then load and run every variant once, on empty
+        rows."""
         with self._on_stream():
-            with collect() as variants:
-                for step in self.steps.reachable():
-                    self._launch(step)
-            failed = compile_variants(list(variants.values()), self._plan.device.capability)
-            if failed:
-                name, error = next(iter(failed.items()))
-                raise EngineError(f"{len(failed)} kernels do not compile here, the first is {name.split(' ')[0]}: {error}",
-                                  "Build the engine again on this machine.")
+            compile_reachable(self.steps, self._plan.device.capability)
+            self._clock("compile")
             for step in self.steps.reachable():
-                self._launch(step)
+                launch(self.steps, step)
         torch.cuda.synchronize()
+        self._clock("warm")
 
     def _capture(self) -> None:
         for key in keys(self._plan.limits.max_batch_size, self._plan.limits.max_num_tokens):

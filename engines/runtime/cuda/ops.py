@@ -19,8 +19,16 @@ import torch
 from engines.build.impls import IMPLS, activation_mode, group_of
 from engines.build.kernel_table import silu_shape
 from engines.errors import EngineError
-from engines.kernels import attention_decode, attention_plan, attention_prefill, embedding, norm, quantize, rope_kv
-from engines.kernels import silu_mul
+from engines.kernels import (
+    attention_decode,
+    attention_plan,
+    attention_prefill,
+    embedding,
+    norm,
+    quantize,
+    rope_kv,
+    silu_mul,
+)
 from engines.kernels.jit import ActQuant as Mode
 from engines.kernels.jit import next_pow2
 from engines.plan import Plan
@@ -76,7 +84,6 @@ class Binder:
     def __init__(self, plan: Plan, weights: DeviceWeights, arena: Arena, cache: KVCache) -> None:
         self.plan, self.weights, self.arena, self.cache = plan, weights, arena, cache
         self.configs = Configs(plan)
-        self.decode_config = self.configs.of("attention_decode")
         self._quants = {op.out: op.quant for op in plan.program.ops if getattr(op, "quant", None) is not None}
         self.scale = 1.0 / math.sqrt(plan.model.head_dim)
         self._binders: dict[type, Callable[[Op], Run]] = {
@@ -100,7 +107,8 @@ class Binder:
         """The decode rows' work list, once a step."""
         if shape.decodes:
             attention_plan.make_plan(self.arena.step.seq_lens[:shape.decodes], self.arena.attention[shape.decodes],
-                                     self.plan.model.num_kv_heads, self.decode_config)
+                                     self.plan.model.num_kv_heads,
+                                     self.configs.of("attention_decode", shape.decodes))
 
     def codes(self, quant: ActQuant | None) -> Codes:
         """A program's activation quantization as the kernels take it."""
@@ -119,14 +127,14 @@ class Binder:
 
     def _embed(self, op: Embed) -> Run:
         table, rows, ids = self.weights.vector(f"{op.weight}.weight"), self.arena.rows, self.arena.step.token_ids
-        config = self.configs.of("embed")
-        return lambda shape: void(embedding.launch(ids[:shape.tokens], table, rows.of(op.out, shape.tokens), config))
+        return lambda shape: void(embedding.launch(ids[:shape.tokens], table, rows.of(op.out, shape.tokens),
+                                                   self.configs.of("embed", shape.tokens)))
 
     def _norm(self, op: RMSNorm | AddNorm) -> Run:
         weight, codes, rows = self.weights.vector(f"{op.weight}.weight"), self.codes(op.quant), self.arena.rows
-        config = self.configs.of("norm")
 
         def run(shape: Shape) -> None:
+            config = self.configs.of("norm", shape.tokens)
             residual = residual_out = None
             if isinstance(op, AddNorm):
                 residual, residual_out = rows.of(op.residual, shape.tokens), rows.of(op.residual_out, shape.tokens)
@@ -159,20 +167,21 @@ class Binder:
         return run
 
     def _quantize(self, op: Quantize) -> Run:
-        codes, rows, config = self.codes(op.quant), self.arena.rows, self.configs.of("quantize")
+        codes, rows = self.codes(op.quant), self.arena.rows
 
         def run(shape: Shape) -> None:
-            quantize.launch(rows.of(op.x, shape.tokens), rows.of(op.out, shape.tokens), config, quant=codes.mode,
+            quantize.launch(rows.of(op.x, shape.tokens), rows.of(op.out, shape.tokens),
+                            self.configs.of("quantize", shape.tokens), quant=codes.mode,
                             group=codes.group, pre_quant_scale=codes.pre_quant_scale, input_scale=codes.input_scale,
                             scales=rows.scales(op.out, shape.tokens))
         return run
 
     def _silu(self, op: GatedSilu) -> Run:
         codes, rows = self.codes(op.quant), self.arena.rows
-        config = self.configs.of("silu_mul", 0, silu_shape(op))
 
         def run(shape: Shape) -> None:
-            silu_mul.launch(rows.of(op.gate_up, shape.tokens), rows.of(op.out, shape.tokens), config,
+            silu_mul.launch(rows.of(op.gate_up, shape.tokens), rows.of(op.out, shape.tokens),
+                            self.configs.of("silu_mul", shape.tokens, silu_shape(op)),
                             pre_quant_scale=codes.pre_quant_scale, quant=codes.mode, group=codes.group,
                             input_scale=codes.input_scale, scales=rows.scales(op.out, shape.tokens))
         return run
@@ -201,7 +210,7 @@ class Binder:
         (k_cache, v_cache), (k_scale, v_scale) = self.cache.layer(op.layer), self.cache.scale(op.layer)
         q = rows.of(op.q, b).view(b, op.heads, op.head_dim)
         attention_decode.launch(q, k_cache, v_cache, self.arena.step.tables[:b], self.arena.attention[b],
-                                rows.of(target, b), self.decode_config, sm_scale=self.scale, k_scale=k_scale,
+                                rows.of(target, b), self.configs.of("attention_decode", b), sm_scale=self.scale, k_scale=k_scale,
                                 v_scale=v_scale, pre_quant_scale=codes.pre_quant_scale, quant=codes.mode,
                                 group=codes.group, input_scale=codes.input_scale,
                                 scales=rows.scales(target, b) if codes.mode is Mode.INT8_GROUP else None)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import BinaryIO
@@ -20,12 +20,12 @@ import torch
 
 from calib.artifact import CHUNK
 from calib.errors import ArtifactError
+from engines.build.impls import group_of
 from engines.build.weights import linear_key
 from engines.engine import Engine
 from engines.errors import EngineError
 from engines.kernels.cpu.rope_kv import inverse_frequencies
 from engines.kernels.impl import Packed
-from engines.build.impls import group_of
 from engines.parallel.mesh import Mesh
 from engines.plan import Plan
 from engines.program import Linear
@@ -50,6 +50,16 @@ class _Header:
     def allocate(self, device: torch.device) -> dict[str, torch.Tensor]:
         return {name: torch.empty(spec["shape"], dtype=_DTYPES[spec["dtype"]], device=device)
                 for name, spec in self.tensors.items()}
+
+
+def empty_weights(files: Iterable[Path], device: torch.device) -> dict[str, torch.Tensor]:
+    """Every tensor of these files by name, allocated but not read."""
+    found: dict[str, torch.Tensor] = {}
+    for path in files:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            found |= _Header(path, size.to_bytes(8, "little") + file.read(size)).allocate(device)
+    return found
 
 
 class _FileReader:
