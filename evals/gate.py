@@ -25,6 +25,7 @@ import numpy as np
 from evals.compare import refuse_incomparable
 from evals.data import shuffled
 from evals.errors import ComparisonError, PolicyError
+from evals.length import judge_length
 from evals.policy import AccuracyRule, NllRule, Policy, SpeedRule, load_policy
 from evals.report import EvalReport, Item, LatencySweep, Reason, Verdict, VerdictWord
 from evals.sequential import FAIL, OPEN, corrected_z, decide
@@ -59,6 +60,8 @@ def judge(candidate: EvalReport, baseline: EvalReport | None, policy: Policy, sw
         reasons.append(_nll(candidate, baseline, policy.delta_nll, candidates, detectable))
     if policy.accuracy is not None:
         reasons += _accuracy(candidate, baseline, policy.accuracy, candidates, detectable)
+    if policy.length is not None:
+        reasons.append(judge_length(candidate, baseline, policy.length, candidates))
     reasons += [_speed(rule, sweep) for rule in policy.speed]
     word = min((reason.word for reason in reasons), key=_WORST.index)
     decisive = [reason for reason in reasons if reason.word == word]

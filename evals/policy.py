@@ -3,6 +3,7 @@
     name: release
     delta_nll: {margin: 0.05}            # nats per token; gates first, because it sees most
     accuracy: {margin: 2.0}              # percentage points, paired, over all tasks that can gate
+    length: {low: 0.9, high: 1.1}        # tokens of the candidate's continuations / the baseline's
     speed:
       - {figure: tpot_ms, max: 40, batch_size: 1, isl: 128, osl: 32}
     warn: {kl_mean: 0.05, flips: 0.10}
@@ -56,6 +57,17 @@ class AccuracyRule(Frozen):
         return looks
 
 
+class LengthRule(Frozen):
+    """Continuations must stay between ``low`` and ``high`` times the baseline's length, over at least ``min_samples``.
+
+    A quantized model that stops early or rambles can keep every multiple-choice answer; .9 to 1.1 is MLPerf's window.
+    """
+
+    low: float = Field(default=0.9, gt=0, lt=1)
+    high: float = Field(default=1.1, gt=1, le=10)
+    min_samples: int = Field(default=20, ge=2)
+
+
 class SpeedRule(Frozen):
     """One cell of the sweep must reach a figure. ``peak_memory_bytes`` belongs to the sweep, not to a cell."""
 
@@ -91,6 +103,7 @@ class Policy(Frozen):
     name: str = Field(min_length=1, max_length=100)
     delta_nll: NllRule | None = None
     accuracy: AccuracyRule | None = None
+    length: LengthRule | None = None
     speed: tuple[SpeedRule, ...] = ()
     warn: WarnRule = WarnRule()
 
