@@ -42,7 +42,7 @@ class EngineRecord(Frozen):
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """An opened engine. Opening checks the manifest, the device, torch's version and the file list; it reads no weight."""
+    """An opened engine. Opening checks the manifest, the device, torch's version and the files; it reads no weight."""
 
     artifact: Artifact
     record: EngineRecord

@@ -138,9 +138,13 @@ def _activation_supported(grid: Grid) -> bool:
 
 
 def _weight_bytes(program: Program, impls: Mapping[str, str]) -> int:
-    """Bytes of the linears in the operators' own layouts."""
-    width = {"float": 32, "half": 16, "split": 8, "int_mm": 8, "int4pack": 4}
-    return sum(op.n * op.k * width[impls[linear_shape(op)]] // 8 for op in program.linears())
+    """Bytes of the linears in the operators' own layouts (fbgemm's tiles are 512 inputs deep)."""
+    layouts = {"float": (32, 1), "half": (16, 512), "split": (8, 512), "int_mm": (8, 1), "int4pack": (4, 1)}
+    total = 0
+    for op in program.linears():
+        bits, depth = layouts[impls[linear_shape(op)]]
+        total += op.n * -(-op.k // depth) * depth * bits // 8
+    return total
 
 
 def _limits(spec: EngineSpec, facts: ModelFacts, kv: Grid, weights: int) -> tuple[Limits, MemoryPlan]:

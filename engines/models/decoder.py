@@ -65,7 +65,7 @@ class ModelFacts(Frozen):
     mlp_bias: bool = False
 
 
-#: What makes two activation quantizations equal: module -> key over the *contents* of its scales (see build/weights.py).
+#: Module -> key over the *contents* of its activation scales: equal keys, equal values (see build/weights.py).
 ActivationKeys = Mapping[str, str]
 
 
@@ -161,10 +161,10 @@ def _attention_block(emit: _Emitter, facts: ModelFacts, layer: int, x: str) -> s
 def _mlp_block(emit: _Emitter, facts: ModelFacts, layer: int, x: str) -> str:
     base, at = f"model.layers.{layer}.mlp", f"L{layer}"
     h = emit.norm(x, f"model.layers.{layer}.post_attention_layernorm", facts.norm_eps, f"{at}.mlp_in")
+    width = facts.intermediate_size
     for name in ("gate", "up"):
-        emit.linear(h, f"{base}.{name}_proj", facts.intermediate_size, facts.hidden_size, facts.mlp_bias, f"{at}.{name}")
+        emit.linear(h, f"{base}.{name}_proj", width, facts.hidden_size, facts.mlp_bias, f"{at}.{name}")
     emit.add(SiluMul(gate=f"{at}.gate", up=f"{at}.up", out=f"{at}.act"))
-    down = emit.linear(f"{at}.act", f"{base}.down_proj", facts.hidden_size, facts.intermediate_size, facts.mlp_bias,
-                       f"{at}.down")
+    down = emit.linear(f"{at}.act", f"{base}.down_proj", facts.hidden_size, width, facts.mlp_bias, f"{at}.down")
     emit.add(Add(a=down, b=x, out=f"{at}.end"))
     return f"{at}.end"

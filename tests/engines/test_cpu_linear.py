@@ -10,7 +10,7 @@ from memory_checkpoint import FP8, INT4, INT8, quantize_weight
 
 from calib.scheme import BF16, Grid, PerChannel, PerGroup
 from engines.errors import EngineError
-from engines.kernels.cpu.disk import pack, pack_nibbles, unpack, unpack_nibbles
+from engines.kernels.cpu.disk import Stored, pack, pack_nibbles, unpack, unpack_nibbles
 from engines.kernels.cpu.linear import OPERATORS, choices, half_exponent
 from engines.kernels.cpu.rows import Quantized, quantize_fp8_token, quantize_int8_token
 
@@ -129,7 +129,8 @@ def test_unpack_is_the_inverse_of_pack(grid: Grid) -> None:
         weight = torch.randn(n, 64)
         part = quantize_weight(weight, grid) if grid.quantized else {"weight": weight.to(torch.bfloat16)}
         parts.append(part | {"bias": torch.randn(n)})
-    again = unpack(pack(grid, parts, ["q", "k", "v"]), [32, 8, 8])
+    stored = Stored.of(grid, pack(grid, parts, ["q", "k", "v"]).tensors())
+    again = unpack(stored, [32, 8, 8])
     for part, back in zip(parts, again, strict=True):
         assert part.keys() == back.keys()
         for key in part:

@@ -208,7 +208,7 @@ def test_a_closed_engine_says_so_and_an_open_one_describes_itself(engine: Engine
     assert llm.numerics.startswith("cpu ")
     assert "half" in llm.numerics
     assert (llm.peak_memory_bytes or 1) > 0
-    assert engine.size_bytes > engine.plan.memory.weights // 2
+    assert engine.size_bytes > 2 * sum(op.n * op.k for op in engine.plan.program.linears()) // 2
     assert (engine.recipe, engine.source_grid, engine.emulated) == ("bf16", None, False)
     llm.close()
     with pytest.raises(EngineError, match="was closed"):

@@ -40,15 +40,15 @@ def test_temperature_zero_is_greedy() -> None:
 def test_frequencies_follow_the_softmax(temperature: float) -> None:
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0])
     found = draws(logits, 4000, temperature=temperature)
-    assert np.abs(found - torch.softmax(logits / temperature, -1).numpy()).max() < 0.03
+    assert np.abs(found - torch.softmax(logits / temperature, -1).numpy()).max() < 0.05
 
 
 def test_top_k_and_top_p_truncate_and_renormalise() -> None:
     probabilities = torch.tensor([0.4, 0.3, 0.2, 0.1])
     logits = probabilities.log()
-    assert np.abs(draws(logits, 3000, temperature=1.0, top_k=2) - [4 / 7, 3 / 7, 0, 0]).max() < 0.03
-    assert np.abs(draws(logits, 3000, temperature=1.0, top_p=0.65) - [4 / 7, 3 / 7, 0, 0]).max() < 0.03
-    assert np.abs(draws(logits, 3000, temperature=1.0, top_p=0.75) - [4 / 9, 3 / 9, 2 / 9, 0]).max() < 0.03
+    assert np.abs(draws(logits, 1500, temperature=1.0, top_k=2) - [4 / 7, 3 / 7, 0, 0]).max() < 0.05
+    assert np.abs(draws(logits, 1500, temperature=1.0, top_p=0.65) - [4 / 7, 3 / 7, 0, 0]).max() < 0.05
+    assert np.abs(draws(logits, 1500, temperature=1.0, top_p=0.75) - [4 / 9, 3 / 9, 2 / 9, 0]).max() < 0.05
     assert draws(logits, 200, temperature=1.0, top_p=1e-6).tolist() == [1, 0, 0, 0]
     # top-p counts within what top-k left: of {4/7, 3/7}, 0.5 is reached by the first alone
     assert draws(logits, 200, temperature=1.0, top_k=2, top_p=0.5).tolist() == [1, 0, 0, 0]

@@ -2,7 +2,8 @@
 
     bf16       codes bf16 [n, k]                                       no scale
     fp8_e4m3   codes e4m3 [n, k]     scale f32 [1] or [n]
-    int8       codes int8 [n, k]     scale f32 [1] or [n]
+    int8       codes int8 [k, n]     scale f32 [1] or [n]    (transposed: an input column is one run of bytes, which
+               the operator ``split`` reads from the mapped file a few at a time, and never as a whole)
     int4       codes uint8 [n, k/2]: byte j of a row holds code 2j in its low and 2j+1 in its high nibble, each plus 8
                (asymmetric: as it is); scale f32 [n, k/g]; zero int8 [n, k/g] for asymmetric grids
     + bias f32 [n] and g_idx int32 [k] where the layer has them
@@ -20,6 +21,7 @@ import torch
 from calib.scheme import Grid
 from engines.errors import EngineError
 
+FIELDS = ("codes", "scale", "zero", "g_idx", "bias")
 CODE_DTYPE = {"bf16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8, "int4": torch.uint8}
 
 
@@ -36,7 +38,7 @@ def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A linear weight in its disk form."""
+    """A linear weight in its disk form. ``codes`` are [n, k] here ([n, k/2] for int4), whatever their strides."""
 
     grid: Grid
     codes: torch.Tensor
@@ -47,8 +49,14 @@ class Stored:
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """By field name, absent ones left out: what goes to disk."""
-        return {name: tensor for name in ("codes", "scale", "zero", "g_idx", "bias")
-                if (tensor := getattr(self, name)) is not None}
+        found = {name: tensor for name in FIELDS if (tensor := getattr(self, name)) is not None}
+        return found | {"codes": self.codes.t().contiguous()} if self.grid.dtype == "int8" else found
+
+    @classmethod
+    def of(cls, grid: Grid, tensors: Mapping[str, torch.Tensor]) -> Stored:
+        """The inverse of ``tensors``; the codes stay views of what is given."""
+        codes = tensors["codes"].t() if grid.dtype == "int8" else tensors["codes"]
+        return cls(grid, **{**tensors, "codes": codes})
 
     def int4_codes(self) -> torch.Tensor:
         """int4 codes as int8 [n, k]: [-8, 7] symmetric, [0, 15] asymmetric."""
