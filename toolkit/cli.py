@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -61,6 +62,7 @@ def main() -> None:
 def run_command(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code; never raises for an error."""
     as_json = "--json" in arguments
+    _quiet_libraries()
     try:
         code = app(args=list(arguments), standalone_mode=False, prog_name="toolkit")
         sys.stdout.flush()
@@ -79,6 +81,15 @@ def run_command(arguments: Sequence[str]) -> int:
         return 0
     except Exception as error:
         return _report(as_json, *_foreseen(error) or _unforeseen(arguments, error))
+
+
+def _quiet_libraries() -> None:
+    """Progress and notes are ours: libraries' own bars and warnings stay out of stderr (``python -W`` shows them)."""
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
 def _foreseen(error: Exception) -> tuple[str, str, str, int] | None:

@@ -118,6 +118,6 @@ class Watcher:
 
 
 def _count(event: Progress) -> str:
-    unit = event.unit if event.total == 1 else f"{event.unit}s"
+    unit = event.unit if event.total == 1 or event.unit.isupper() else f"{event.unit}s"
     done = f"{event.done:g}"
     return f"{done}/{event.total:g} {unit}" if event.total else f"{done} {unit}"

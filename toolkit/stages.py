@@ -131,13 +131,14 @@ def checkpoint_place(shop: Workshop, stuff: Material, engine: EngineJob) -> Path
 def checkpoint(shop: Workshop, stuff: Material, engine: EngineJob, inspect: Inspect | None = None
                ) -> QuantizedCheckpoint:
     """Calibrate by a recipe, or find the checkpoint made. ``inspect`` sees the fake-quantized model in memory."""
-    from calib.calibrate import quantize
 
     from calib.checkpoint import QuantizedCheckpoint
     from calib.recipe import load_recipe
 
     place = checkpoint_place(shop, stuff, engine)
     if shop.standing(place, "quantized-checkpoint") is None:
+        from calib.calibrate import quantize  # brings modelopt, which takes seconds to import
+
         quantize(stuff.model, load_recipe(engine.recipe), place, kv_cache=engine.kv_cache,
                  calibration=stuff.calibration, choose_texts=stuff.choose, report=shop.report, inspect=inspect,
                  seed=stuff.seed)

@@ -1,7 +1,7 @@
 """The tradeoff page: what each precision costs in quality and buys in speed, how sure that is, and which to take.
 
-Widgets only. Rows, frontier, recommendation and figures come from ``toolkit``; the choices (run, axes) live in the URL,
-so a view can be sent to somebody else or bookmarked.
+Widgets only. Rows, frontier, recommendation and figures come from ``toolkit``; the choices (run, axes) live in the URL
+under the words that the page shows (bound widgets write their labels), so a view can be sent or bookmarked.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ def page(home: Home) -> None:
         return
     run = _pick_run(finished)
     shown = _load(str(home.store), run.id, run.finished or "")
+    st.caption(_plain(f"{run.job}, {run.facts.get('model', '')} on {run.facts.get('device', '')}, finished "
+                      f"{(run.finished or '')[:16].replace('T', ' ')} UTC"))
     with st.container(key="recommendation"):
         st.markdown(_plain(shown.recommendation))
     selected = _tradeoff(shown)
@@ -71,10 +73,8 @@ def _running(home: Home) -> None:
 
 
 def _pick_run(runs: list[Run]) -> Run:
-    by_id = {run.id: run for run in runs}
-    chosen = st.selectbox("Run", list(by_id), key="run", bind="query-params",
-                          format_func=lambda name: f"{by_id[name].job} · {(by_id[name].finished or '')[:16]} · {name}")
-    return by_id[chosen]
+    by_id = {run.id: run for run in runs}  # newest first
+    return by_id[st.selectbox("Run", list(by_id), key="run", bind="query-params")]
 
 
 @st.cache_data(max_entries=32, show_spinner=False)
@@ -88,14 +88,13 @@ def _load(path: str, run: str, finished: str) -> Page:
 
 def _pick_axes(shown: Page) -> tuple[axes.Axis, axes.Axis] | None:
     table = tables.frame(shown.rows)
-    quality = {axis.key: axis for axis in axes.usable(table, axes.QUALITY)}
-    cost = {axis.key: axis for axis in axes.usable(table, axes.COST)}
+    quality = {axis.title: axis for axis in axes.usable(table, axes.QUALITY)}
+    cost = {axis.title: axis for axis in axes.usable(table, axes.COST)}
     if not quality or not cost:
         return None
     left, right = st.columns(2)
-    y = left.selectbox("Quality", list(quality), key="quality", bind="query-params",
-                       format_func=lambda key: quality[key].title)
-    x = right.selectbox("Cost", list(cost), key="cost", bind="query-params", format_func=lambda key: cost[key].title)
+    y = left.selectbox("Quality", list(quality), key="quality", bind="query-params")
+    x = right.selectbox("Cost", list(cost), key="cost", bind="query-params")
     return cost[x], quality[y]
 
 

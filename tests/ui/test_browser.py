@@ -79,7 +79,7 @@ def test_choose_an_engine_on_the_page(browser, served):
 
     page.get_by_role("combobox", name="Cost").click()
     page.get_by_role("option", name="Size").click()
-    page.wait_for_function("location.search.includes('cost=size_bytes')")
+    page.wait_for_function("location.search.includes('cost=Size')")
     other = Watched(browser)
     other.page.goto(page.url)
     other.page.wait_for_selector(".js-plotly-plot .scatterlayer .point")
