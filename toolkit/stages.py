@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 from calib.artifact import MANIFEST, Artifact, canonical_json, installed_versions, sha256_hex
 from calib.errors import ArtifactError
 from calib.progress import Progress, Report, silent
-from toolkit import __version__
 from toolkit.home import Home
 from toolkit.job import Calibration, EngineJob, Evaluation, Limits, Sweep
 from toolkit.store import RunStore
+from toolkit.version import __version__
 
 if TYPE_CHECKING:
     import torch
