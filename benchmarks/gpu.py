@@ -33,6 +33,7 @@ from engines.engine import Engine
 from engines.llm import LLM
 from engines.plan import EngineSpec, Plan
 from engines.request import SamplingParams
+from engines.runtime.cuda.memory import release
 from evals.bench import BenchCell, table, write_cells
 
 START = time.perf_counter()
@@ -201,19 +202,32 @@ def with_peers(cells: list[BenchCell], records: list[dict[str, float | str]]) ->
     return found
 
 
+def evidence(engine: Engine) -> None:
+    """What tuning measured, at a few step sizes."""
+    for timing in engine.timings()["tuning"]:
+        if "layers" in timing:
+            say(f"step of {timing['layers']} layers, {timing['tokens']} tokens: {timing['before']} -> {timing['after']} us")
+            for change in timing["changes"]:
+                say("   ", change)
+        elif timing["tokens"] in (1, 16, 64, 256, 4096) and timing["microseconds"]:
+            say(f"{timing['shape']} tokens={timing['tokens']}: {timing['microseconds']} us, floor {timing['floor_fraction']}"
+                f" {timing['config']} | {timing['runner_up_microseconds']} {timing['runner_up']}")
+
+
 def run(arguments: argparse.Namespace, work: Path) -> list[BenchCell]:
     checkpoint = RandomCheckpoint(arguments.precision, FP8_KV if arguments.kv == "fp8" else BF16, arguments.layers)
     spec = EngineSpec(device="cuda", max_seq_len=arguments.max_seq_len, max_batch_size=arguments.max_batch_size,
                       max_num_tokens=arguments.max_num_tokens, tune=arguments.tune, deterministic=arguments.deterministic)
     bandwidth = copy_bandwidth()
-    torch.cuda.empty_cache()
+    release()
     say(f"copy bandwidth {bandwidth / 1e12:.3f} TB/s")
     start = time.perf_counter()
     build(checkpoint, spec, work / "engine", Reporter(), tuning=work / "tuning")
     built = time.perf_counter() - start
-    torch.cuda.empty_cache()
+    engine = Engine.open(work / "engine")
+    evidence(engine)
     start = time.perf_counter()
-    llm = LLM(Engine.open(work / "engine"))
+    llm = LLM(engine)
     loaded = time.perf_counter() - start
     if llm._gpu is not None:
         say("load", {name: round(its, 2) for name, its in llm._gpu.seconds.items()})
@@ -226,7 +240,7 @@ def run(arguments: argparse.Namespace, work: Path) -> list[BenchCell]:
         say(f"{fusion.rewrite}: {fusion.ops_before} -> {fusion.ops_after} ops")
     seconds(llm, 4, 64, 4, 1)
     if "decode" in arguments.cells:
-        cells.decode(tuple(b for b in DECODE_BATCHES if b <= spec.max_batch_size), arguments.repeats)
+        cells.decode(tuple(b for b in arguments.batches if b <= spec.max_batch_size), arguments.repeats)
     if "prefill" in arguments.cells:
         cells.prefill(tuple(s for s in PREFILLS if s[0] <= spec.max_batch_size), arguments.repeats)
     if "long" in arguments.cells:
@@ -235,14 +249,6 @@ def run(arguments: argparse.Namespace, work: Path) -> list[BenchCell]:
         for batch in arguments.profile:
             profile(llm, batch, 128)
     say("stats", llm.stats())
-    for timing in llm.engine.timings()["tuning"]:
-        if "layers" in timing:
-            say(f"step of {timing['layers']} layers, {timing['tokens']} tokens: {timing['before']} -> {timing['after']} us")
-            for change in timing["changes"]:
-                say("   ", change)
-        elif timing["tokens"] in (1, 16, 64, 256, 4096) and timing["microseconds"]:
-            say(f"{timing['shape']} tokens={timing['tokens']}: {timing['microseconds']} us, floor {timing['floor_fraction']}"
-                f" {timing['config']} | {timing['runner_up_microseconds']} {timing['runner_up']}")
     llm.close()
     return cells.cells
 
@@ -258,6 +264,7 @@ def main() -> None:
     parser.add_argument("--max-seq-len", type=int, default=4096)
     parser.add_argument("--max-batch-size", type=int, default=256)
     parser.add_argument("--max-num-tokens", type=int, default=16384)
+    parser.add_argument("--batches", type=int, nargs="*", default=list(DECODE_BATCHES))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--profile", type=int, nargs="*", default=[], metavar="BATCH")
     parser.add_argument("--peer", action="store_true")
@@ -267,7 +274,7 @@ def main() -> None:
     try:
         cells = run(arguments, work)
         if arguments.peer:
-            torch.cuda.empty_cache()
+            release()
             cells = with_peers(cells, list(peers(arguments.precision, work)))
         print(table(cells))
         if arguments.json is not None:

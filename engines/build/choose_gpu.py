@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from pydantic import TypeAdapter, ValidationError
 
 from calib.artifact import canonical_json, sha256_hex, write_atomic
@@ -23,6 +22,7 @@ from engines.device import Device
 from engines.errors import EngineError
 from engines.models.decoder import ActivationKeys
 from engines.plan import EngineSpec, KernelChoice, Plan, fused_program
+from engines.runtime.cuda.memory import release
 
 
 class StepChoices(Frozen):
@@ -59,7 +59,7 @@ def choose_gpu(config: Mapping[str, Any], schemes: Mapping[str, Scheme], kv: Gri
         kernels, timings = tune_step(small, spec.tune, tuned.tops, report)
         known[key] = StepChoices(kernels=tuple(kernels), timings=tuple(timings))
         _write(path, known)
-    torch.cuda.empty_cache()
+    release()
     chosen = known[key]
     linears = [choice for choice in chosen.kernels if choice.op == "linear"]
     others = [choice for choice in chosen.kernels if choice.op != "linear"]

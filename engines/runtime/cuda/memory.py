@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import torch
 
 from engines.device import Device
@@ -36,10 +38,24 @@ def free_bytes(device: Device) -> int | None:
     return torch.cuda.mem_get_info()[0] if device.kind == "cuda" else None
 
 
-def check_free(memory: MemoryPlan, device: Device) -> None:
-    """EngineError with the table when the card has less free than the plan takes."""
+def available(memory: MemoryPlan, device: Device, least_cache: int) -> int | None:
+    """Bytes that the engine may take: its cap, or less when the card has less free. None off a GPU.
+
+    The KV cache then shrinks. EngineError with the table when not even ``least_cache`` bytes of it would be left.
+    """
     free = free_bytes(device)
-    if free is not None and free < memory.total:
-        raise EngineError(f"{device.name} has {free / 2**30:.3f} GiB free, this engine takes "
-                          f"{memory.total / 2**30:.3f} GiB\n{table(memory)}",
-                          "Stop what else runs there, or build with a lower memory cap.")
+    if free is None:
+        return None
+    needed = memory.total - memory.kv_cache + least_cache
+    if free < needed:
+        raise EngineError(f"{device.name} has {free / 2**30:.3f} GiB free, this engine takes at least "
+                          f"{needed / 2**30:.3f} GiB\n{table(memory)}",
+                          "Stop what else runs there, or build with lower max_seq_len, max_num_tokens or max_batch_size.")
+    return min(free, memory.cap or free)
+
+
+def release() -> None:
+    """Give back what nobody holds any more: captured graphs and closures form cycles, so collect first."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

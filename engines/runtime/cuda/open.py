@@ -21,13 +21,15 @@ from engines.kernels.compile_ahead import CompileWatch
 from engines.plan import Limits
 from engines.runtime.cuda.arena import Arena, KVCache
 from engines.runtime.cuda.graphs import Graphs, keys
-from engines.runtime.cuda.memory import check_free, free_bytes, table
+from engines.runtime.cuda.memory import available, free_bytes, release, table
 from engines.runtime.cuda.runner import CudaRunner
 from engines.runtime.cuda.steps import Steps
 from engines.runtime.cuda.warm import compile_reachable, launch
 from engines.runtime.cuda.weights import DeviceWeights, read_weights
 
 _LOG = logging.getLogger(__name__)
+#: Left free beside the cache: what torch's operators take between steps.
+SPARE = 256 * 1024**2
 
 
 class GpuEngine:
@@ -40,7 +42,8 @@ class GpuEngine:
         self._device = plan.device.torch_device
         self._stream = torch.cuda.Stream() if self._device.type == "cuda" else None
         _LOG.info("memory plan\n%s", table(plan.memory))
-        check_free(plan.memory, plan.device)
+        release()
+        self._may_take = available(plan.memory, plan.device, self._least_blocks * block_bytes(plan))
         self._free_at_start = free_bytes(plan.device)
         self.seconds: dict[str, float] = {}
         self._lap = time.monotonic()
@@ -90,17 +93,24 @@ class GpuEngine:
 
     def _affordable(self, wanted: int) -> int:
         """Blocks that fit under the cap beside everything else, now that everything else is there."""
-        memory, free = self._plan.memory, free_bytes(self._plan.device)
-        assert memory.cap is not None
+        free = free_bytes(self._plan.device)
         assert free is not None
         assert self._free_at_start is not None
+        assert self._may_take is not None
         taken = self._free_at_start - free
-        blocks = min(wanted, (memory.cap - taken) // block_bytes(self._plan))
-        least = -(-self._plan.limits.max_seq_len // self._plan.limits.block_size)
-        if blocks < least:
+        blocks = min(wanted, (self._may_take - taken - SPARE) // block_bytes(self._plan))
+        if blocks < self._least_blocks:
             raise EngineError(f"{taken / 2**30:.3f} GiB are taken before the KV cache, {blocks} blocks fit, one sequence "
-                              f"needs {least}\n{table(memory)}", "Raise the memory cap, or lower max_seq_len.")
+                              f"needs {self._least_blocks}\n{table(self._plan.memory)}",
+                              "Raise the memory cap, or lower max_seq_len.")
+        if blocks < wanted:
+            _LOG.warning("the KV cache has %d blocks instead of %d: the device has less free than planned", blocks, wanted)
         return blocks
+
+    @property
+    def _least_blocks(self) -> int:
+        """Blocks of one sequence of the longest length."""
+        return -(-self._plan.limits.max_seq_len // self._plan.limits.block_size)
 
     def _warm(self) -> None:
         """Compile what is missing (nothing, where the build did it), then load and run every variant once, on empty
@@ -132,7 +142,9 @@ class GpuEngine:
                 "graph_steps": self.runner.graph_steps, "eager_steps": self.runner.eager_steps}
 
     def close(self) -> None:
-        """Free the device."""
+        """Free the device. The runner must not be used afterwards."""
         self._watch.close()
         self._graphs.clear()
+        del self.runner, self.steps, self._arena, self._weights
+        release()
 

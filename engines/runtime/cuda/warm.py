@@ -16,6 +16,7 @@ from engines.kernels.compile_ahead import collect, compile_variants
 from engines.plan import Plan
 from engines.runtime.cuda.arena import Arena, KVCache
 from engines.runtime.cuda.graphs import Key
+from engines.runtime.cuda.memory import release
 from engines.runtime.cuda.ops import Shape
 from engines.runtime.cuda.steps import Steps
 from engines.runtime.cuda.weights import DeviceWeights, empty_weights
@@ -56,5 +57,5 @@ def compile_plan(plan: Plan, folder: Path) -> int:
             scales = [(torch.ones((), device=device),) * 2] * plan.model.num_layers
         count = compile_reachable(Steps(plan, weights, arena, KVCache(plan, 1, scales, device)), plan.device.capability)
     del weights, arena
-    torch.cuda.empty_cache()
+    release()
     return count
