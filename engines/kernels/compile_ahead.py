@@ -9,7 +9,7 @@ of whatever was going on. An engine reaches a hundred variants. So:
    the target. What they make lands in Triton's cache on disk, which is keyed by content.
 3. Launching for real then takes milliseconds a variant, from that cache.
 
-A small file beside the cache remembers that a set of variants was compiled, so that a warm start asks nobody.
+An empty file a variant, beside the cache, remembers that it was compiled, so that a warm start asks nobody.
 
 After an engine is open ``CompileWatch`` counts: a variant that is loaded or compiled then was missed by 1, and is a bug.
 Both hooks are Triton's own (``knobs.runtime``).
@@ -104,31 +104,32 @@ def compile_variants(variants: Sequence[Variant], capability: int, workers: int 
 
     RuntimeError when the child process itself dies.
     """
-    mark = _mark(variants, capability)
-    if not variants or mark.is_file():
+    missing = [variant for variant in variants if not _mark(variant, capability).is_file()]
+    if not missing:
         return {}
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(_ROOT), *filter(None, [environment.get("PYTHONPATH")])])
     order = {"capability": capability, "workers": workers or os.cpu_count() or 1,
-             "variants": [asdict(variant) for variant in variants]}
+             "variants": [asdict(variant) for variant in missing]}
     done = subprocess.run([sys.executable, "-m", "engines.kernels.compile_ahead"], input=json.dumps(order),
                           capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
         raise RuntimeError(f"the compile process ended with {done.returncode}: {done.stderr[-2000:]}")
     errors = json.loads(done.stdout.splitlines()[-1])
-    failed = {f"{variant.module}.{variant.name} {variant.data}": error
-              for variant, error in zip(variants, errors, strict=True) if error}
-    if not failed:
-        mark.parent.mkdir(parents=True, exist_ok=True)
-        mark.write_text(f"{len(variants)} variants\n")
+    failed: dict[str, str] = {}
+    for variant, error in zip(missing, errors, strict=True):
+        if error:
+            failed[f"{variant.module}.{variant.name} {variant.data}"] = error
+        else:
+            _mark(variant, capability).parent.mkdir(parents=True, exist_ok=True)
+            _mark(variant, capability).touch()
     return failed
 
 
-def _mark(variants: Sequence[Variant], capability: int) -> Path:
-    """The file that says that exactly these were compiled into this cache."""
-    content = sorted(f"{variant.module}.{variant.name} {variant.source} {variant.data}" for variant in variants)
-    key = hashlib.sha256(json.dumps([triton.__version__, capability, content]).encode()).hexdigest()
-    return Path(triton.knobs.cache.dir) / f"compiled-{key[:32]}"
+def _mark(variant: Variant, capability: int) -> Path:
+    """The file that says that exactly this was compiled into this cache."""
+    content = json.dumps([triton.__version__, capability, variant.module, variant.name, variant.source, variant.data])
+    return Path(triton.knobs.cache.dir) / "compiled-ahead" / hashlib.sha256(content.encode()).hexdigest()[:32]
 
 
 class CompileWatch:

@@ -1,0 +1,251 @@
+"""The GPU runtime's parts that need no GPU: buffers, records, slots, graph sizes, plans, loading, compiling ahead."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from memory_checkpoint import FP8, INT4, INT8
+from tiny_models import tiny_llama
+
+from calib.checkpoint import QuantizedCheckpoint
+from calib.errors import ArtifactError
+from calib.scheme import BF16, Grid, PerGroup, Scheme
+from engines.build.buffers import assign, body_and_head
+from engines.build.impls import IMPLS, impl_for
+from engines.build.plan_gpu import make_gpu_plan
+from engines.build.tune_gpu import sizes_for, tune_gpu
+from engines.device import Device, NoDeviceError, detect
+from engines.errors import EngineError
+from engines.kernels.impl import KernelConfig
+from engines.models.decoder import ModelFacts, RopeFacts, decoder_program
+from engines.plan import EngineSpec, fused_program, linear_shape
+from engines.program import AddNorm, Program, reads, writes
+from engines.request import SamplingParams
+from engines.runtime.cuda.graphs import decode_sizes, keys, smallest
+from engines.runtime.cuda.record import HostRecord, Layout, RowWriter, Slots
+from engines.runtime.sequence import Sequence
+
+A8 = Scheme(weight=INT4.weight, pre_quant_scale=True,
+            activation=Grid(dtype="int8", granularity=PerGroup(size=32), dynamic=True))
+CONFIG = {"architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3,
+          "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 512,
+          "max_position_embeddings": 2048, "rms_norm_eps": 1e-5}
+
+
+class Offline(Device):
+    """An H200 that is not here."""
+
+    @property
+    def memory_bytes(self) -> int:
+        return 8 << 30
+
+
+H200 = Offline(kind="cuda", name="NVIDIA H200", isa="sm_90", torch="2", triton="3", num_sms=132, l2_bytes=60 << 20)
+A100 = Offline(kind="cuda", name="NVIDIA A100", isa="sm_80", torch="2", triton="3", num_sms=108, l2_bytes=40 << 20)
+
+
+def schemes_for(scheme: Scheme | None) -> tuple[dict[str, Scheme], dict[str, str]]:
+    names = [f"model.layers.{layer}.{part}" for layer in range(3) for part in (
+        "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj",
+        "mlp.down_proj")]
+    readers = {"q_proj": "in", "k_proj": "in", "v_proj": "in", "gate_proj": "in", "up_proj": "in"}
+    keys = {name: f"{name.rpartition('.')[0]}.{readers.get(name.rpartition('.')[2], name)}" for name in names}
+    return ({} if scheme is None else dict.fromkeys(names, scheme)), keys
+
+
+def program_for(scheme: Scheme | None) -> Program:
+    return fused_program(CONFIG, *schemes_for(scheme))[2]
+
+
+@pytest.mark.parametrize("scheme", [None, INT8, FP8, INT4, A8], ids=["bf16", "int8", "fp8", "int4", "int4_a8"])
+def test_no_two_live_values_share_a_buffer(scheme: Scheme | None) -> None:
+    program = program_for(scheme)
+    body, head = body_and_head(program)
+    assignment = assign(program)
+    last = {name: index for index, op in enumerate(body) for name in (*writes(op), *reads(op))}
+    for op in head:
+        last.update(dict.fromkeys(set(reads(op)) & set(last), len(body)))
+    owner: dict[int, str] = {}
+    for index, op in enumerate(body):
+        for name in reads(op):
+            value = assignment.values[name]
+            assert owner[value.buffer] == name, f"{op.op} reads {name}, whose buffer now holds {owner[value.buffer]}"
+            assert value.scales is None or owner[value.scales] == name
+        for name in writes(op):
+            value = assignment.values[name]
+            held = owner.get(value.buffer)
+            in_place = isinstance(op, AddNorm) and name == op.residual_out and held == op.residual
+            assert held is None or in_place or last[held] < index, f"{name} overwrites {held}, which is read later"
+            assert assignment.bytes_per_token[value.buffer] >= value.width * (1 if value.grid else 2)
+            owner[value.buffer] = name
+            if value.scales is not None:
+                owner[value.scales] = name
+    assert len(assignment.bytes_per_token) <= 8, "layers are alike: their buffers must be the same"
+
+
+def test_layers_need_no_more_buffers_than_one() -> None:
+    facts = {"family": "Llama", "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_heads": 4,
+             "num_kv_heads": 2, "head_dim": 16, "norm_eps": 1e-5, "rope": RopeFacts(theta=1e4), "max_position": 64}
+    sizes = [assign(decoder_program(ModelFacts(num_layers=layers, **facts), {}, {})).bytes_per_token for layers in (2, 9)]
+    assert sizes[0] == sizes[1]
+
+
+@pytest.mark.parametrize(("scheme", "name"), [(None, "bf16"), (INT8, "int8"), (FP8, "fp8"), (INT4, "int4_a16"),
+                                              (A8, "int4_a8")])
+def test_impl_by_grids(scheme: Scheme | None, name: str) -> None:
+    assert impl_for(program_for(scheme).linears()[0]).name == name
+
+
+def test_grids_without_a_kernel_are_refused_by_name() -> None:
+    odd = Scheme(weight=Grid(dtype="int4", granularity=PerGroup(size=64), symmetric=False))
+    with pytest.raises(EngineError, match=r"q_proj: int4 g64 asym weights with 16-bit activations"):
+        impl_for(program_for(odd).linears()[0])
+
+
+def test_step_sizes_and_graph_sizes() -> None:
+    assert decode_sizes(1) == (1,)
+    assert decode_sizes(6) == (1, 2, 4, 8)
+    assert decode_sizes(256)[-1] == 256
+    assert smallest((1, 2, 4), 3) == 4
+    assert smallest((1, 2, 4), 5) is None
+    found = keys(8, 64)
+    assert found == sorted(found, key=lambda key: -key.tokens), "largest first: later graphs reuse the pool"
+    assert {key.tokens for key in found if key.kind == "decode"} == {1, 2, 4, 8}
+    head = program_for(None).linears()[-1]
+    assert sizes_for(program_for(None).linears()[0], head, 600)[-1] == 1024
+    assert sizes_for(head, head, 16384)[-1] == 256, "the output layer sees sampled rows only"
+
+
+def test_plan_divides_memory_under_the_cap() -> None:
+    spec = EngineSpec(device="cuda", max_seq_len=512, max_batch_size=8, max_num_tokens=256, memory=2 << 30, tune="none")
+    schemes, by = schemes_for(INT8)
+    program = fused_program(CONFIG, schemes, by)[2]
+    linears = tune_gpu(program, H200, "none", 256, False, None, lambda event: None).choices
+    plan = make_gpu_plan(CONFIG, schemes, BF16, spec, H200, by, linears)
+    memory = plan.memory
+    assert memory.total <= 2 << 30
+    assert plan.limits.num_blocks == 8 * 32, "the cache is no larger than full sequences can use"
+    assert {choice.impl for choice in plan.kernels if choice.op == "linear"} == {"int8", "bf16"}
+    with pytest.raises(EngineError, match=r"(?s)512 tokens needs .*weights .*GiB"):
+        make_gpu_plan(CONFIG, schemes, BF16, spec.model_copy(update={"memory": memory.total - memory.kv_cache}), H200, by,
+                      linears)
+
+
+def test_fp8_is_refused_below_sm89() -> None:
+    schemes, by = schemes_for(FP8)
+    with pytest.raises(EngineError, match=r"is fp8, which needs compute capability 8.9; NVIDIA A100 has 8.0"):
+        make_gpu_plan(CONFIG, schemes, BF16, EngineSpec(device="cuda", tune="none"), A100, by, [])
+
+
+def test_deterministic_holds_one_pair_a_linear() -> None:
+    program = program_for(None)
+    tuned = tune_gpu(program, H200, "none", 4096, True, None, lambda event: None)
+    for shape in {linear_shape(op) for op in program.linears()}:
+        configs = [KernelConfig.from_json(choice.config or {}) for choice in tuned.choices if choice.shape == shape]
+        assert {config.kernel for config in configs} == {"dot"}
+        assert len({(config["BLOCK_K"], config["SPLIT_K"]) for config in configs}) == 1, shape
+
+
+def sequence(number: int, tokens: int, computed: int, blocks: list[int]) -> Sequence:
+    return Sequence(number, list(range(tokens)), tokens, SamplingParams(), 0, frozenset(), computed=computed, table=blocks)
+
+
+def test_record_sends_blocks_once_and_names_sampled_tokens() -> None:
+    record = HostRecord(Layout.of(4, 64, 32, 16), pinned=False)
+    slots = Slots(4)
+    first = sequence(0, 20, 0, [5, 6])
+    writer = RowWriter(record, 16)
+    writer.add(slots.of(first), 20)
+    assert writer.finish(1) == record.used(2, 20)
+    assert record.rows[:, 0].tolist() == [0, 0, 20, 0, -1, 0, 0, 2, 0]
+    assert record.new_blocks[:2].tolist() == [5, 6]
+    first.computed = 20
+    first.reserve()
+    slots.of(first).sample = 3
+    writer = RowWriter(record, 16)
+    writer.add(slots.of(first), 1)
+    assert record.rows[:, 0].tolist() == [0, 20, 1, 0, 3, 0, 2, 0, 0], "no ids, no blocks: the device has both"
+
+
+def test_slots_are_taken_back_and_preempted_sequences_start_anew() -> None:
+    slots = Slots(2)
+    one, two, three = (sequence(number, 4, 0, [number]) for number in range(3))
+    assert (slots.of(one).slot, slots.of(two).slot) == (0, 1)
+    slots.of(two).sent = 1
+    two.preemptions = 1
+    assert slots.of(two).sent == 0
+    one.table.clear()
+    assert slots.of(three).slot == 0
+    with pytest.raises(EngineError, match="more sequences run"):
+        slots.of(sequence(9, 4, 0, [9]))
+
+
+def test_loading_finds_a_changed_byte(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    from calib.artifact import file_sha256
+    from engines.runtime.cuda.weights import _FileReader
+
+    tensors = {"a": torch.arange(7, dtype=torch.int8), "b.weight": torch.randn(33, 5, dtype=torch.bfloat16),
+               "c": torch.tensor(2.5)}
+    path = tmp_path / "layer.safetensors"
+    save_file(tensors, path)
+    reader = _FileReader(torch.device("cpu"), path.stat().st_size)
+    found = reader.read(path, file_sha256(path))
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    digest = file_sha256(path)
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(bytes(data))
+    with pytest.raises(ArtifactError, match="is not the file that was built"):
+        reader.read(path, digest)
+
+
+def test_unknown_and_missing_devices_are_refused() -> None:
+    with pytest.raises(Exception, match="unknown device 'gpu'"):
+        detect("gpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(NoDeviceError, match="no CUDA device"):
+            detect("cuda")
+
+
+def test_compile_ahead_makes_what_a_launch_would_make(tmp_path: Path) -> None:
+    """In a process of its own, as interpreted functions cannot be compiled: collect, compile, then find it cached."""
+    script = Path(__file__).with_name("compile_ahead_child.py")
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert answer == {"collected": 1, "failed": [], "cache_hits": [True], "again": 0}
+
+
+def test_every_impl_is_reachable() -> None:
+    assert set(IMPLS) == {"bf16", "fp8", "int8", "int8_weight_only", "int4_a16", "int4_a8"}
+
+
+def test_checkpoint_of_another_layout_is_packed_once(tmp_path: Path) -> None:
+    """What ``pack_gpu`` stores unpacks to the stacked codes."""
+    from memory_checkpoint import MemoryCheckpoint
+
+    from engines.build.pack_gpu import pack_gpu
+    from engines.kernels.impl import Packed
+
+    folder = tiny_llama(tmp_path / "model")
+    checkpoint = MemoryCheckpoint.of(folder, INT8)
+    tensors = dict(checkpoint.tensors())
+    program = fused_program(QuantizedCheckpoint.open(folder).config, checkpoint.schemes, {
+        name: name.rpartition(".")[0] for name in checkpoint.schemes})[2]
+    op = program.linears()[0]
+    parts = [{field: tensors[f"{part}.{field}"] for field in ("weight", "weight_scale")} for part in op.parts]
+    stored = pack_gpu(op, parts)
+    codes, scale = impl_for(op).unpack(Packed(stored, op.n, op.k, facts={"per_tensor": 0}))
+    assert torch.equal(codes, torch.cat([part["weight"] for part in parts]))
+    assert scale is not None
+    assert torch.equal(scale, torch.cat([part["weight_scale"] for part in parts]))
