@@ -122,7 +122,7 @@ def test_github_benchmark_parts_figures_by_direction_and_comes_back(tmp_path):
 
 
 def sample(number, right, prompt="p"):
-    scores = [[-1.0, True], [-2.5, False], [-3.0, False]]
+    scores = [["-1.0", "True"], ["-2.5", "False"], ["-3.0", "False"]]  # the harness writes numbers as text here
     return {"doc_id": number, "doc": {"q": "?"}, "target": "0" if right else "1", "resps": [scores],
             "filtered_resps": scores, "filter": "none", "doc_hash": f"d{number}", "prompt_hash": f"{prompt}{number}",
             "target_hash": "t", "acc": float(right)}

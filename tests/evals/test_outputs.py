@@ -156,7 +156,10 @@ def test_the_guides_numbers_and_figure_are_the_codes():
         sizes = " | ".join(f"{required_items(flips / 100, margin):,}" for margin in (1, 2, 3))
         assert f"| {flips} % | {sizes} |" in guide
     policy = Policy.model_validate(yaml.safe_load(guide.split("```yaml")[1].split("```")[0]))
-    assert (policy.length, policy.accuracy.aa_flips) == (LengthRule(low=0.9, high=1.1), 0.004)
+    assert (policy.name, policy.accuracy.aa_flips) == ("release", 0.004)
+    rule = LengthRule()
+    assert f"between {rule.low} and" in " ".join(guide.split())
+    assert f"and {rule.high}. It asks for {rule.min_samples} continuations" in " ".join(guide.split())
     figure = ElementTree.parse(ROOT / "docs" / "figures" / "gate_power.svg").getroot()
     lines = [line.get("points").split() for line in figure.iter("{http://www.w3.org/2000/svg}polyline")]
     assert len(lines) == 5
