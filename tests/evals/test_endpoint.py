@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,7 +12,19 @@ import pytest
 from pydantic import ValidationError
 
 from evals.arrivals import offsets, read_trace
-from evals.endpoint import Ask, EndpointCell, Load, Objectives, fixed_asks, highest_rate, measure, spread, trace_asks
+from evals.endpoint import (
+    Ask,
+    EndpointCell,
+    Load,
+    Objectives,
+    fixed_asks,
+    highest_rate,
+    lag_p99,
+    measure,
+    spread,
+    summarise,
+    trace_asks,
+)
 from evals.errors import DataError, MeasureError
 from evals.sse import Answer, Endpoint, complete
 
@@ -261,7 +274,6 @@ def test_highest_rate_is_found_within_the_precision():
 
 
 def test_a_late_client_marks_the_cell():
-    from evals.endpoint import summarise
     answer = Answer(start=0.0, end=0.1, times=[0.02, 0.05], prompt_tokens=8, output_tokens=2)
     [ask] = asks(1, osl=2, times=[0.0])
     late = summarise([ask], [answer], [0.2], 0.0, Load(model="m"))
@@ -269,3 +281,23 @@ def test_a_late_client_marks_the_cell():
     assert summarise([ask], [answer], [0.001], 0.001, Load(model="m")).invalid is None
     held = summarise([ask], [answer], [0.0], 0.2, Load(model="m"))
     assert "held up by 200.0 ms" in held.invalid
+
+
+def test_lag_is_weighted_by_time():
+    assert lag_p99([], 1.0) == 0.0
+    assert lag_p99([0.0] * 1000, 10.0) == 0.0
+    assert lag_p99([0.05] + [0.0] * 900, 10.0) == 0.0
+    assert lag_p99([0.2] + [0.0] * 900, 10.0) == 0.2
+    assert lag_p99([0.08, 0.03] + [0.0] * 900, 10.0) == 0.03
+
+
+def test_a_client_that_blocks_itself_is_noticed(monkeypatch):
+    """Real hold-ups of the real loop: every request body takes 60 ms to make."""
+    def slow(self, body, made=Endpoint.request):
+        time.sleep(0.06)
+        return made(self, body)
+    monkeypatch.setattr(Endpoint, "request", slow)
+    with Server() as server:
+        cell = measure(server.url, asks(8), closed())
+    assert cell.client_lag_ms > 40
+    assert "the client was held up by" in cell.invalid
