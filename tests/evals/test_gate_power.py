@@ -34,6 +34,12 @@ def test_power_table_holds(gate_power):
     assert cells["vLLM Wilson: no loss, n=200, flips=5%"].value == pytest.approx(0.49, abs=0.02)
     assert cells["MLPerf 99%: no loss, n=200, flips=5%"].value == pytest.approx(0.32, abs=0.02)
     assert cells["TensorRT-LLM: margin+2, n=200, flips=5%"].value < 0.02
+    guide = (ROOT / "docs" / "gate.md").read_text()
+    for title, name in (("TensorRT-LLM's", "TensorRT-LLM"), ("Wilson against 92 %", "vLLM Wilson"),
+                        ("99 % of the reference", "MLPerf 99%"), ("92 % of the reference", "vLLM rtol 8%")):
+        shown = guide.split(f"| {title} |")[1].split("|")[:2]
+        for label, text in zip(("no loss", "margin+2"), shown, strict=True):
+            assert cells[f"{name}: {label}, n=1600, flips=5%"].value == pytest.approx(float(text), abs=0.012)
 
 
 def test_simulated_counts_have_the_asked_loss_and_flips(gate_power):
