@@ -4,9 +4,9 @@
 
 Cells, by DESIGN's formula: decode step = (T(128) - T(1)) / 127 at ISL 128, T the best of ``--repeats`` calls; prefill
 tokens/s = batch * ISL / T(1); ttft = T(1) at batch 1. ``long``: decode at 8k and 32k context, from each request's own
-first and last token time. Floors are bytes of weights (and KV) over the copy bandwidth measured in this run; prefill has
-none. ``--peer`` runs vLLM's benchmark of the same cells from ``.peers`` in the same call. ``--profile`` prints the time
-of each kernel in one decode step. One precision a run; runs are merged by device, versions and commit.
+first and last token time. Floors are bytes of weights (and KV) over the copy bandwidth measured in this run; prefill
+has none. ``--peer`` runs vLLM's benchmark of the same cells from ``.peers`` in the same call. ``--profile`` prints the
+time of each kernel in one decode step. One precision a run; runs are merged by device, versions and commit.
 """
 
 from __future__ import annotations
@@ -206,18 +206,21 @@ def evidence(engine: Engine) -> None:
     """What tuning measured, at a few step sizes."""
     for timing in engine.timings()["tuning"]:
         if "layers" in timing:
-            say(f"step of {timing['layers']} layers, {timing['tokens']} tokens: {timing['before']} -> {timing['after']} us")
+            say(f"step of {timing['layers']} layers, {timing['tokens']} tokens: {timing['before']} -> "
+                f"{timing['after']} us")
             for change in timing["changes"]:
                 say("   ", change)
         elif timing["tokens"] in (1, 16, 64, 256, 4096) and timing["microseconds"]:
-            say(f"{timing['shape']} tokens={timing['tokens']}: {timing['microseconds']} us, floor {timing['floor_fraction']}"
-                f" {timing['config']} | {timing['runner_up_microseconds']} {timing['runner_up']}")
+            say(f"{timing['shape']} tokens={timing['tokens']}: {timing['microseconds']} us, floor "
+                f"{timing['floor_fraction']} {timing['config']} | {timing['runner_up_microseconds']} "
+                f"{timing['runner_up']}")
 
 
 def run(arguments: argparse.Namespace, work: Path) -> list[BenchCell]:
     checkpoint = RandomCheckpoint(arguments.precision, FP8_KV if arguments.kv == "fp8" else BF16, arguments.layers)
     spec = EngineSpec(device="cuda", max_seq_len=arguments.max_seq_len, max_batch_size=arguments.max_batch_size,
-                      max_num_tokens=arguments.max_num_tokens, tune=arguments.tune, deterministic=arguments.deterministic)
+                      max_num_tokens=arguments.max_num_tokens, tune=arguments.tune,
+                      deterministic=arguments.deterministic)
     bandwidth = copy_bandwidth()
     release()
     say(f"copy bandwidth {bandwidth / 1e12:.3f} TB/s")

@@ -130,7 +130,8 @@ class RandomCheckpoint:
             return
         if scheme.weight.dtype == "int4":
             yield f"{name}.weight", torch.randint(-8, 8, (n, k), device="cuda", dtype=torch.int8, generator=generator)
-            yield f"{name}.weight_scale", torch.full((n, k // 128), 0.02 / 4, dtype=torch.float16, device="cuda").float()
+            scale = torch.full((n, k // 128), 0.02 / 4, dtype=torch.float16, device="cuda")
+            yield f"{name}.weight_scale", scale.float()
         elif scheme.weight.dtype == "int8":
             codes = torch.randn(n, k, device="cuda", dtype=torch.bfloat16, generator=generator).mul_(40)
             yield f"{name}.weight", codes.round_().clamp_(-127, 127).to(torch.int8)

@@ -23,7 +23,7 @@ from calib.scheme import Frozen
 from engines.errors import EngineError
 from engines.kernels.impl import DeviceFacts
 
-
+_TorchDevice = torch.device  # a field of Device is called torch
 #: Shared memory of one multiprocessor that a program may use, by compute capability (bytes).
 _SHARED_BYTES = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 
@@ -51,7 +51,8 @@ class Device(Frozen):
     def facts(self) -> DeviceFacts:
         """What kernels may know of it."""
         if self.kind == "cpu":
-            return DeviceFacts(name=self.name, capability=0, num_sms=torch.get_num_threads(), shared_bytes=0, l2_bytes=0)
+            return DeviceFacts(name=self.name, capability=0, num_sms=torch.get_num_threads(), shared_bytes=0,
+                               l2_bytes=0)
         return DeviceFacts(name=self.name, capability=self.capability, num_sms=self.num_sms,
                            shared_bytes=_SHARED_BYTES.get(self.capability, 101376), l2_bytes=self.l2_bytes)
 
@@ -66,9 +67,9 @@ class Device(Frozen):
         return torch.cuda.get_device_properties(0).total_memory if self.kind == "cuda" else 4 * 1024**3
 
     @property
-    def torch_device(self) -> torch.device:
+    def torch_device(self) -> _TorchDevice:
         """Where tensors lie."""
-        return torch.device("cuda" if self.kind == "cuda" else "cpu")
+        return _TorchDevice("cuda" if self.kind == "cuda" else "cpu")
 
     def __str__(self) -> str:
         tail = "" if self.triton is None else f", triton {self.triton}"
@@ -96,7 +97,8 @@ def _triton() -> ModuleType:
     try:
         import triton
     except ImportError as error:
-        raise NoDeviceError("triton is not installed", "Install the extra: pip install 'llm-quant-toolkit[gpu]'.") from error
+        raise NoDeviceError("triton is not installed", "Install the extra: pip install 'llm-quant-toolkit[gpu]'."
+                            ) from error
     return triton
 
 

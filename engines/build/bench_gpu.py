@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import statistics
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -28,8 +29,10 @@ class _Subject:
         self.op, self.impl = op, impl_for(op)
         count = max(1, min(48, -(-int(COLD_BYTES) // weight_bytes(op))))
         first = random_packed(op, self.impl, torch.device("cuda"))
-        self.packed = [first] + [Packed({name: tensor.clone() for name, tensor in first.tensors.items()}, first.n, first.k,
-                                        first.group, first.facts) for _ in range(count - 1)]
+        self.packed = [first]
+        for _ in range(count - 1):
+            copies = {name: tensor.clone() for name, tensor in first.tensors.items()}
+            self.packed.append(replace(first, tensors=copies))
         self._rows: dict[int, tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]] = {}
 
     def rows(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
@@ -125,7 +128,7 @@ class Bench:
                 wanted = out if wanted is None else wanted
                 error = float((out - wanted).square().mean().sqrt() / wanted.square().mean().sqrt())
                 if not error <= SAME_RMS:
-                    _LOG.warning("%s tokens=%d: %s differs by %.3g and is dropped", linear_shape(op), tokens, config, error)
+                    _LOG.warning("%s tokens=%d: %s differs by %.3g: dropped", linear_shape(op), tokens, config, error)
                     continue
                 seconds = self._median(lambda config=config: [  # type: ignore[misc]
                     self._launch(subject, copy, tokens, config) for copy in range(launches)], 5 if tokens <= 512 else 3)

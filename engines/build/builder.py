@@ -9,22 +9,42 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from pydantic import Field
 
 from calib.artifact import ArtifactWriter
-from calib.checkpoint import QuantizedCheckpoint
 from calib.progress import Progress, Report, silent
 from calib.scheme import Frozen, Grid, Scheme
-from calib.text import check_vocabulary
+from calib.text import Tokenizer, check_vocabulary
 from engines.build.tune import tune
 from engines.build.weights import Pack, activation_keys, pack_portable, write_weights
 from engines.device import Device, detect
 from engines.engine import FORMAT, KIND, TIMINGS, TOKENIZER, Engine, EngineRecord
 from engines.parallel.mesh import Mesh
 from engines.plan import EngineSpec, Plan, check_spec, fused_program, make_plan
+
+
+class Source(Protocol):
+    """What a build needs of a checkpoint (``QuantizedCheckpoint`` has it)."""
+
+    @property
+    def schemes(self) -> dict[str, Scheme]: ...
+    @property
+    def kv(self) -> Grid: ...
+    @property
+    def config(self) -> dict[str, Any]: ...
+    @property
+    def recipe(self) -> str: ...
+    @property
+    def source_grid(self) -> str | None: ...
+    @property
+    def digest(self) -> str: ...
+    def tokenizer(self) -> Tokenizer: ...
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]: ...
 
 
 class BuildEvidence(Frozen):
@@ -46,7 +66,7 @@ def _is_emulated(schemes: dict[str, Scheme], kv: Grid, device: Device) -> bool:
     return any(grid.dtype == "fp8_e4m3" for grid in grids)
 
 
-def plan_for(checkpoint: QuantizedCheckpoint, spec: EngineSpec, tuning: Path | None = None, report: Report = silent
+def plan_for(checkpoint: Source, spec: EngineSpec, tuning: Path | None = None, report: Report = silent
              ) -> tuple[Plan, tuple[Frozen, ...]]:
     """The Plan of a checkpoint for this machine, and the timings behind it. Nothing is written but the tuning cache."""
     device = detect(spec.device)
@@ -82,7 +102,7 @@ def _compile(plan: Plan, weights: Path, report: Report) -> None:
         report(Progress("compile", 1, 1, "kernels", f"{count} variants"))
 
 
-def build(checkpoint: QuantizedCheckpoint, spec: EngineSpec, out: Path | str, report: Report = silent, *,
+def build(checkpoint: Source, spec: EngineSpec, out: Path | str, report: Report = silent, *,
           tuning: Path | None = None) -> Engine:
     """Build an engine for this machine at ``out``. ``tuning`` is the folder of tuning caches (None: no cache).
 

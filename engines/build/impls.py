@@ -26,8 +26,8 @@ from engines.kernels.linear.int8_weight_only import Int8WeightOnlyLinear
 from engines.program import Linear
 
 #: Every Impl by name, as the KernelTable names them.
-IMPLS: dict[str, LinearImpl] = {impl.name: impl for impl in (
-    Bf16Linear(), Fp8Linear(), Int8Linear(), Int8WeightOnlyLinear(), Int4A16(), Int4A8())}
+_ALL: tuple[LinearImpl, ...] = (Bf16Linear(), Fp8Linear(), Int8Linear(), Int8WeightOnlyLinear(), Int4A16(), Int4A8())
+IMPLS: dict[str, LinearImpl] = {impl.name: impl for impl in _ALL}
 
 
 def group_of(grid: Grid) -> int:
@@ -39,9 +39,9 @@ def impl_for(op: Linear) -> LinearImpl:
     """The Impl of a linear. EngineError names a pair of grids that no kernel multiplies."""
     name = _impl_name(op.weight, op.activation)
     if name is None:
-        raise EngineError(f"{op.parts[0]}: {op.weight} weights with {op.activation or '16-bit'} activations have no GPU "
-                          "kernel", "Supported: bf16; fp8 with fp8; int8 with int8 per token or 16-bit; symmetric int4 "
-                          "groups with 16-bit or int8 activations in the same groups.")
+        raise EngineError(f"{op.parts[0]}: {op.weight} weights with {op.activation or '16-bit'} activations have no "
+                          "GPU kernel", "Supported: bf16; fp8 with fp8; int8 with int8 per token or 16-bit; symmetric "
+                          "int4 groups with 16-bit or int8 activations in the same groups.")
     return IMPLS[name]
 
 

@@ -50,7 +50,8 @@ def _defaults(facts: ModelFacts, program: Program, block_size: int, kv: Grid, de
     yield entry("norm", f"n={hidden}", MOST_TOKENS, norm.candidates(hidden, device)[0])
     yield entry("quantize", "any", MOST_TOKENS, quantize.candidates(hidden, device)[0])
     for tokens, most in ((1, 8), (16, MOST_TOKENS)):
-        yield entry("rope_kv", "heads", most, rope_kv.candidates(facts.num_heads, facts.num_kv_heads, device, tokens)[0])
+        heads = rope_kv.candidates(facts.num_heads, facts.num_kv_heads, device, tokens)
+        yield entry("rope_kv", "heads", most, heads[0])
     for op in {silu_shape(op): op for op in program.ops if isinstance(op, GatedSilu)}.values():
         grid = None if op.quant is None else op.quant.grid
         tiles = silu_mul.candidates(op.width, mode_of(grid), 0 if grid is None else group_of(grid), device)

@@ -4,7 +4,7 @@ Memory under one cap (``spec.memory``, or 90 % of the card):
 
     weights       as packed, known exactly
     activations   the arena: values, step tensors, attention and sampling workspaces, logits; known exactly
-    graphs        what CUDA graphs, their kernels' code and torch's own operators take: an allowance, measured when opened
+    graphs        what CUDA graphs, kernels' code and torch's own operators take: an allowance, measured when opened
     kv_cache      all that is left, in whole blocks, at most what ``max_batch_size`` full sequences can use
 
 Opening measures the third line and gives back blocks if the allowance was too small; it never takes more than the cap.
@@ -76,8 +76,9 @@ def workspace_bytes(program: Program, kernels: Sequence[KernelChoice], max_num_t
     return need
 
 
-def make_gpu_plan(config: Mapping[str, object], schemes: Mapping[str, Scheme], kv: Grid, spec: EngineSpec, device: Device,
-                  keys: ActivationKeys, linears: Sequence[KernelChoice], others: Sequence[KernelChoice] = ()) -> Plan:
+def make_gpu_plan(config: Mapping[str, object], schemes: Mapping[str, Scheme], kv: Grid, spec: EngineSpec,
+                  device: Device, keys: ActivationKeys, linears: Sequence[KernelChoice],
+                  others: Sequence[KernelChoice] = ()) -> Plan:
     """Resolve a spec. ``linears`` are the tuned choices, ``others`` those of all other Ops (default: first candidates).
 
     EngineError says in words and numbers what cannot be met."""
@@ -92,8 +93,8 @@ def make_gpu_plan(config: Mapping[str, object], schemes: Mapping[str, Scheme], k
     limits = Limits(max_seq_len=max_seq_len, max_batch_size=spec.max_batch_size, max_num_tokens=spec.max_num_tokens,
                     block_size=spec.block_size, num_blocks=1)
     plan = Plan(device=device, model=facts, program=program, fusions=fusions, ops_unfused=len(unfused.ops),
-                kernels=kernels, limits=limits, memory=MemoryPlan(weights=0, activations=0, kv_cache=0, cap=None), kv=kv,
-                compute_dtype="bf16", deterministic=spec.deterministic, tp=spec.tp, pp=spec.pp)
+                kernels=kernels, limits=limits, memory=MemoryPlan(weights=0, activations=0, kv_cache=0, cap=None),
+                kv=kv, compute_dtype="bf16", deterministic=spec.deterministic, tp=spec.tp, pp=spec.pp)
     return _with_memory(plan, spec, facts)
 
 

@@ -3,9 +3,9 @@
 **Points.** For every distinct linear (shape and grids) and every step size of ``SIZES``: the Impl's candidates, Triton
 variants and torch's own operators alike. All variants are compiled first, on all cores (``kernels/compile_ahead``).
 
-**Timing** imitates how the kernel will run: a CUDA graph of launches, each on another copy of the weight (400 MB in all,
-so that nothing is found in L2), programmatic dependent launch as configured; the median of a few replays. A candidate
-whose result differs from the first one's is dropped, and said so.
+**Timing** imitates how the kernel will run: a CUDA graph of launches, each on another copy of the weight (400 MB in
+all, so that nothing is found in L2), programmatic dependent launch as configured; the median of a few replays. A
+candidate whose result differs from the first one's is dropped, and said so.
 
 What wins alone may lose in company: ``tune_step`` lets the best few compete again inside whole decode steps.
 

@@ -1,10 +1,10 @@
 """The whole step, tuned in company: every kernel's candidates inside a decode step of the real program.
 
 A kernel that wins alone may lose in the chain: what it leaves in L2, how early its successor can start loading weights,
-how many programs it keeps from it. At one token a layer is a chain of ten kernels of a few microseconds, so that is where
-it counts. So the first layers of the program are bound exactly as the runtime binds them (random weights, a cache with
-some context), captured as a CUDA graph, and one kernel after the other tries its candidates while the others stand still
-at the best known. Linears bring the best few of their own timings.
+how many programs it keeps from it. At one token a layer is a chain of ten kernels of a few microseconds, so that is
+where it counts. So the first layers of the program are bound exactly as the runtime binds them (random weights, a cache
+with some context), captured as a CUDA graph, and one kernel after the other tries its candidates while the others stand
+still at the best known. Linears bring the best few of their own timings.
 
 Deterministic engines keep their first choices: theirs are constrained over all step sizes.
 """
@@ -100,7 +100,7 @@ class StepBench:
 
     def launch_once(self, batch: int, kernels: Ordered[KernelChoice]) -> None:
         """One step, for collecting variants."""
-        self._steps(batch, kernels, CONTEXT).body(Shape(batch, decodes=batch))
+        self._steps(batch, kernels, CONTEXT).each_kind(Shape(batch, decodes=batch))
 
     def microseconds(self, batch: int, kernels: Ordered[KernelChoice], context: int = CONTEXT) -> float:
         """Median of a captured step's replays; infinite where a kernel does not run."""

@@ -2,8 +2,8 @@
 
 Each linear of the fused Program is stacked from its parts and stored in its disk form (``kernels/cpu/disk.py``); norms,
 scales and the embedding are stored as they are. One safetensors file a layer is written as soon as the layer is
-complete, two at most while the next one is packed, so the peak is a few layers, not one model. The stream must end empty: a tensor nobody wants and a tensor that
-never came are errors that name it.
+complete, two at most while the next one is packed, so the peak is a few layers, not one model. The stream must end
+empty: a tensor nobody wants and a tensor that never came are errors that name it.
 
 Opening is the way back: files are mapped, names and count are checked, and each operator makes its private layout.
 """

@@ -3,15 +3,15 @@
 Triton compiles a variant when it is first launched: half a second to a second each, one after the other, in the middle
 of whatever was going on. An engine reaches a hundred variants. So:
 
-1. ``collect`` runs launches with Triton's compile hook set: a variant that is not loaded yet is written down instead of
-   compiled, and nothing is launched. (torch's own operators in between do run.)
+1. ``collect`` runs launches with Triton's compile hook set: a variant that is not loaded yet is written down instead
+   of compiled, and nothing is launched. (torch's own operators in between do run.)
 2. ``compile_variants`` compiles what was collected in child processes, which need no GPU and have none: they know only
    the target. What they make lands in Triton's cache on disk, which is keyed by content.
 3. Launching for real then takes milliseconds a variant, from that cache.
 
 An empty file a variant, beside the cache, remembers that it was compiled, so that a warm start asks nobody.
 
-After an engine is open ``CompileWatch`` counts: a variant that is loaded or compiled then was missed by 1, and is a bug.
+After an engine is open ``CompileWatch`` counts: a variant that is loaded or compiled then was missed by 1: a bug.
 Both hooks are Triton's own (``knobs.runtime``).
 """
 
@@ -67,10 +67,10 @@ def collect() -> Iterator[dict[str, Variant]]:
 
 
 def _describe(compile: dict[str, Any]) -> str:
-    """Triton's description as JSON, its constants tagged: Triton's own form cannot tell the string "int8" from a type."""
+    """Triton's description as JSON with tagged constants: its own form cannot tell the string "int8" from a type."""
     data = json.loads(compile["specialization_data"])
-    values = compile["constants"].values()
-    data["constant_tags"] = [type(value).__name__ if type(value).__name__ in ("dtype", "constexpr") else "" for value in values]
+    names = [type(value).__name__ for value in compile["constants"].values()]
+    data["constant_tags"] = [name if name in ("dtype", "constexpr") else "" for name in names]
     return json.dumps(data)
 
 
@@ -166,7 +166,7 @@ class _Target:
 def _compile(job: tuple[dict[str, str], int]) -> str:
     """Compile one variant and, where a GPU's libraries are, its launcher. Empty, or what went wrong."""
     variant, capability = job
-    triton.runtime.driver.set_active(_Target(capability))  # type: ignore[arg-type]
+    triton.runtime.driver.set_active(_Target(capability))
     try:
         function = getattr(importlib.import_module(variant["module"]), variant["name"].rpartition(".")[2])
         compiled = _compile_described(function, json.loads(variant["data"]))

@@ -85,7 +85,9 @@ class LinearImpl(Protocol):
     ``x`` is what the activation side of the scheme gives: bf16/fp16 [m, k], or quantized codes with ``x_scale``.
     """
 
-    name: str
+    @property
+    def name(self) -> str:
+        """As the KernelTable names it."""
 
     def supports(self, shape: LinearShape, device: DeviceFacts) -> str | None:
         """None if this Impl can run the shape there, otherwise the reason in words."""

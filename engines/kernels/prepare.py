@@ -9,8 +9,8 @@ not among them, they never left the device. One program a row turns the record i
     seq_lens   int32 [rows]       start + count, 0 for padding rows
     tables     int32 [rows, width]  the row's blocks, in the order of the step's rows
 
-and one more program pads tokens beyond the last row's. ``known`` int32 [slots, width] keeps each sequence's blocks on the
-device between steps (``slot`` is its place there), so that a step sends only blocks that are new.
+and one more program pads tokens beyond the last row's. ``known`` int32 [slots, width] keeps each sequence's blocks on
+the device between steps (``slot`` is its place there), so that a step sends only blocks that are new.
 
 The record is int32 [fields, capacity] followed by two lists, ids and new blocks (``Field`` names the fields)::
 
@@ -112,23 +112,24 @@ def prepare_kernel(record_ptr, head_ptr, ids_ptr, new_blocks_ptr, sampled_ptr, k
 def launch(record: torch.Tensor, head: torch.Tensor, ids: torch.Tensor, new_blocks: torch.Tensor, sampled: torch.Tensor,
            known: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor,
            seq_lens: torch.Tensor, tables: torch.Tensor, *, block_size: int, pdl: bool = False) -> None:
-    """Fill ``token_ids``, ``positions``, ``slots`` [tokens], ``seq_lens`` [rows] and ``tables`` [rows, width]; all int32.
+    """Fill ``token_ids``, ``positions``, ``slots`` [tokens], ``seq_lens`` [rows], ``tables`` [rows, width]; all int32.
 
-    ``record`` [fields, capacity] with capacity >= rows, ``head`` (live rows, live tokens). Graph safe: the grid depends on
-    shapes only. Raises ValueError on a misfit.
+    ``record`` [fields, capacity] with capacity >= rows, ``head`` (live rows, live tokens). Graph safe: the grid depends
+    on shapes only. Raises ValueError on a misfit.
     """
     rows, tokens = seq_lens.shape[0], token_ids.shape[0]
     _check(record, known, tables, rows)
     options = launch_options(KernelConfig.of("prepare", num_warps=4, pdl=pdl))
-    prepare_kernel[(rows + 1,)](record, head, ids, new_blocks, sampled, known, token_ids, positions, slots, seq_lens, tables,
-                                record.shape[1], rows, tokens, known.shape[1], BLOCK_SIZE=block_size, CHUNK=512, **options)
+    prepare_kernel[(rows + 1,)](record, head, ids, new_blocks, sampled, known, token_ids, positions, slots, seq_lens,
+                                tables, record.shape[1], rows, tokens, known.shape[1], BLOCK_SIZE=block_size, CHUNK=512,
+                                **options)
 
 
 def _check(record: torch.Tensor, known: torch.Tensor, tables: torch.Tensor, rows: int) -> None:
     if record.shape[0] != FIELDS or record.shape[1] < rows or not record.is_contiguous():
         raise ValueError(f"record must be contiguous [{FIELDS}, >= {rows}], found {tuple(record.shape)}")
     if tables.shape != (rows, known.shape[1]) or not (tables.is_contiguous() and known.is_contiguous()):
-        raise ValueError(f"tables {tuple(tables.shape)} and known {tuple(known.shape)} must be contiguous and equally wide")
+        raise ValueError(f"tables {tuple(tables.shape)} and known {tuple(known.shape)} must be contiguous and alike")
 
 
 def twin(record: torch.Tensor, head: torch.Tensor, ids: torch.Tensor, new_blocks: torch.Tensor, sampled: torch.Tensor,

@@ -23,8 +23,8 @@ def launch() -> None:
     def zeros(*shape: int) -> torch.Tensor:
         return torch.zeros(shape, dtype=torch.int32)
 
-    prepare.launch(zeros(prepare.FIELDS, 32), zeros(32), zeros(64), zeros(32), zeros(32), zeros(4, 32), zeros(16), zeros(16),
-                   zeros(16), zeros(4), zeros(4, 32), block_size=16, pdl=True)
+    prepare.launch(zeros(prepare.FIELDS, 32), zeros(32), zeros(64), zeros(32), zeros(32), zeros(4, 32), zeros(16),
+                   zeros(16), zeros(16), zeros(4), zeros(4, 32), block_size=16, pdl=True)
 
 
 def main() -> None:

@@ -92,7 +92,8 @@ def test_no_two_live_values_share_a_buffer(scheme: Scheme | None) -> None:
 def test_layers_need_no_more_buffers_than_one() -> None:
     facts = {"family": "Llama", "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_heads": 4,
              "num_kv_heads": 2, "head_dim": 16, "norm_eps": 1e-5, "rope": RopeFacts(theta=1e4), "max_position": 64}
-    sizes = [assign(decoder_program(ModelFacts(num_layers=layers, **facts), {}, {})).bytes_per_token for layers in (2, 9)]
+    programs = [decoder_program(ModelFacts(num_layers=layers, **facts), {}, {}) for layers in (2, 9)]
+    sizes = [assign(program).bytes_per_token for program in programs]
     assert sizes[0] == sizes[1]
 
 
@@ -132,9 +133,9 @@ def test_plan_divides_memory_under_the_cap() -> None:
     assert memory.total <= 2 << 30
     assert plan.limits.num_blocks == 8 * 32, "the cache is no larger than full sequences can use"
     assert {choice.impl for choice in plan.kernels if choice.op == "linear"} == {"int8", "bf16"}
+    tight = spec.model_copy(update={"memory": memory.total - memory.kv_cache})
     with pytest.raises(EngineError, match=r"(?s)512 tokens needs .*weights .*GiB"):
-        make_gpu_plan(CONFIG, schemes, BF16, spec.model_copy(update={"memory": memory.total - memory.kv_cache}), H200, by,
-                      linears)
+        make_gpu_plan(CONFIG, schemes, BF16, tight, H200, by, linears)
 
 
 def test_fp8_is_refused_below_sm89() -> None:
@@ -153,7 +154,8 @@ def test_deterministic_holds_one_pair_a_linear() -> None:
 
 
 def sequence(number: int, tokens: int, computed: int, blocks: list[int]) -> Sequence:
-    return Sequence(number, list(range(tokens)), tokens, SamplingParams(), 0, frozenset(), computed=computed, table=blocks)
+    return Sequence(number, list(range(tokens)), tokens, SamplingParams(), 0, frozenset(), computed=computed,
+                    table=blocks)
 
 
 def test_record_sends_blocks_once_and_names_sampled_tokens() -> None:

@@ -1,1 +1,1 @@
-"""The engine on a GPU: static buffers, CUDA graphs, one record a step, the next step launched before the last is read."""
+"""The engine on a GPU: static buffers, CUDA graphs, one record a step, steps launched before the last one is read."""

@@ -4,9 +4,10 @@
     prefill (tokens, rows)  prepare and all layers for short prompts, where launching would take longer than computing
     head (b)                the output layer and sampling after a prefill or mixed step
 
-A step takes the smallest graph that holds it and pads: padding rows have length 0 and write nothing to the cache. Graphs
-are captured largest first into one shared memory pool, so that later ones reuse what earlier ones took; they run one at a
-time on one stream, which is what makes sharing safe. Programmatic dependent launches inside are kept by the capture.
+A step takes the smallest graph that holds it and pads: padding rows have length 0 and write nothing to the cache.
+Graphs are captured largest first into one shared memory pool, so that later ones reuse what earlier ones took; they run
+one at a time on one stream, which is what makes sharing safe. Programmatic dependent launches inside are kept by the
+capture.
 
 Everything that a graph touches is static (``arena``); it holds no memory of its own but what torch's own operators
 allocate inside.
@@ -35,8 +36,8 @@ def smallest(sizes: Iterable[int], wanted: int) -> int | None:
 
 
 def decode_sizes(max_batch_size: int) -> tuple[int, ...]:
-    """Batch sizes of decode graphs. The largest is a multiple of 4: prefill rows follow decode rows in a mixed step, and
-    pointers to them must stay 16-byte aligned, as every other launch's are."""
+    """Batch sizes of decode graphs. The largest is a multiple of 4: prefill rows follow decode rows in a mixed step,
+    and pointers to them must stay 16-byte aligned, as every other launch's are."""
     return up_to(DECODE, max_batch_size if max_batch_size == 1 else -(-max_batch_size // 4) * 4)
 
 

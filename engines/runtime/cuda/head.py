@@ -26,6 +26,7 @@ class Head:
 
     def __init__(self, binder: Binder, ops: Sequence[Op]) -> None:
         self._binder, self._arena = binder, binder.arena
+        self._residual: str | None
         match list(ops):
             case [Add() as add, SelectRows() as select, RMSNorm() as last, Linear() as linear] if select.x == add.out:
                 self._x, self._residual = add.a, add.b
@@ -54,8 +55,9 @@ class Head:
             scales = arena.final_scales[:count * (width // self._codes.group)].view(count, -1)
         tokens = arena.layout.tokens
         residual = None if self._residual is None else arena.rows.of(self._residual, tokens)
-        norm.launch(arena.rows.of(self._x, tokens), self._weight, final, self._binder.configs.of("norm", count), eps=self._eps,
-                    residual=residual, rows=arena.record.selected[:count], pre_quant_scale=self._codes.pre_quant_scale,
+        norm.launch(arena.rows.of(self._x, tokens), self._weight, final, self._binder.configs.of("norm", count),
+                    eps=self._eps, residual=residual, rows=arena.record.selected[:count],
+                    pre_quant_scale=self._codes.pre_quant_scale,
                     quant=self._codes.mode, group=self._codes.group, input_scale=self._codes.input_scale, scales=scales)
         out = arena.logits[:count]
         void(self._impl.launch(final, self._packed, self._binder.configs.linear(self._linear, count), out,

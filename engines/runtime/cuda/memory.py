@@ -50,7 +50,8 @@ def available(memory: MemoryPlan, device: Device, least_cache: int) -> int | Non
     if free < needed:
         raise EngineError(f"{device.name} has {free / 2**30:.3f} GiB free, this engine takes at least "
                           f"{needed / 2**30:.3f} GiB\n{table(memory)}",
-                          "Stop what else runs there, or build with lower max_seq_len, max_num_tokens or max_batch_size.")
+                          "Stop what else runs there, or build with lower max_seq_len, max_num_tokens or "
+                          "max_batch_size.")
     return min(free, memory.cap or free)
 
 

@@ -24,7 +24,7 @@ from engines.runtime.cuda.graphs import Graphs, keys
 from engines.runtime.cuda.memory import available, free_bytes, release, table
 from engines.runtime.cuda.runner import CudaRunner
 from engines.runtime.cuda.steps import Steps
-from engines.runtime.cuda.warm import compile_reachable, launch
+from engines.runtime.cuda.warm import compile_reachable
 from engines.runtime.cuda.weights import DeviceWeights, read_weights
 
 _LOG = logging.getLogger(__name__)
@@ -70,7 +70,8 @@ class GpuEngine:
         scales = None
         if self._plan.kv.quantized:
             names = [f"model.layers.{layer}.self_attn" for layer in range(self._plan.model.num_layers)]
-            scales = [(self._weights.vector(f"{name}.k_scale"), self._weights.vector(f"{name}.v_scale")) for name in names]
+            scales = [(self._weights.vector(f"{name}.k_scale"), self._weights.vector(f"{name}.v_scale"))
+                      for name in names]
         cache = KVCache(self._plan, blocks, scales, self._device)
         return Steps(self._plan, self._weights, self._arena, cache)
 
@@ -100,11 +101,11 @@ class GpuEngine:
         taken = self._free_at_start - free
         blocks = min(wanted, (self._may_take - taken - SPARE) // block_bytes(self._plan))
         if blocks < self._least_blocks:
-            raise EngineError(f"{taken / 2**30:.3f} GiB are taken before the KV cache, {blocks} blocks fit, one sequence "
-                              f"needs {self._least_blocks}\n{table(self._plan.memory)}",
+            raise EngineError(f"{taken / 2**30:.3f} GiB are taken before the KV cache, {blocks} blocks fit, one "
+                              f"sequence needs {self._least_blocks}\n{table(self._plan.memory)}",
                               "Raise the memory cap, or lower max_seq_len.")
         if blocks < wanted:
-            _LOG.warning("the KV cache has %d blocks instead of %d: the device has less free than planned", blocks, wanted)
+            _LOG.warning("the KV cache has %d blocks, not %d: the device has less free than planned", blocks, wanted)
         return blocks
 
     @property
@@ -119,7 +120,7 @@ class GpuEngine:
             compile_reachable(self.steps, self._plan.device.capability)
             self._clock("compile")
             for step in self.steps.reachable():
-                launch(self.steps, step)
+                self.steps.touch(step)
         torch.cuda.synchronize()
         self._clock("warm")
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -69,6 +70,14 @@ Run = Callable[[Shape], None]
 
 
 @dataclass(frozen=True, slots=True)
+class Bound:
+    """A bound Op. Two of one ``kind`` launch the same kernel variants, on other tensors."""
+
+    kind: str
+    run: Run
+
+
+@dataclass(frozen=True, slots=True)
 class Codes:
     """How an Op's rows leave: the kernels' mode and its operands."""
 
@@ -84,24 +93,27 @@ class Binder:
     def __init__(self, plan: Plan, weights: DeviceWeights, arena: Arena, cache: KVCache) -> None:
         self.plan, self.weights, self.arena, self.cache = plan, weights, arena, cache
         self.configs = Configs(plan)
-        self._quants = {op.out: op.quant for op in plan.program.ops if getattr(op, "quant", None) is not None}
+        self._quants: dict[str, ActQuant] = {
+            op.out: op.quant for op in plan.program.ops
+            if isinstance(op, RMSNorm | AddNorm | GatedSilu | Quantize) and op.quant is not None}
         self.scale = 1.0 / math.sqrt(plan.model.head_dim)
-        self._binders: dict[type, Callable[[Op], Run]] = {
+        self._binders: dict[type, Callable[[Any], Run]] = {
             Embed: self._embed, RMSNorm: self._norm, AddNorm: self._norm, Linear: self._linear, RopeKV: self._rope_kv,
             Quantize: self._quantize, GatedSilu: self._silu}
 
-    def bind(self, ops: Sequence[Op]) -> list[Run]:
+    def bind(self, ops: Sequence[Op]) -> list[Bound]:
         """The functions of a Program's body, in order."""
-        runs: list[Run] = []
+        bound: list[Bound] = []
         for op, quant in _attention_pairs(ops):
             if isinstance(op, Attention):
-                runs.append(self._attention(op, quant))
+                run = self._attention(op, quant)
             elif type(op) in self._binders:
-                runs.append(self._binders[type(op)](op))
+                run = self._binders[type(op)](op)
             else:
                 raise EngineError(f"{op.op} was left unfused, which has no GPU kernel",
                                   "The layer's linears are on different grids or scales; quantize them alike.")
-        return runs
+            bound.append(Bound(f"{kind_of(op)} {'' if quant is None else kind_of(quant)}", run))
+        return bound
 
     def plan_attention(self, shape: Shape) -> None:
         """The decode rows' work list, once a step."""
@@ -150,9 +162,9 @@ class Binder:
         static = self.static_scale(op)
 
         def run(shape: Shape) -> None:
+            scale = rows.scales(op.x, shape.tokens) if static is None else static
             impl.launch(rows.of(op.x, shape.tokens), packed, self.configs.linear(op, shape.tokens),
-                        rows.of(op.out, shape.tokens), x_scale=rows.scales(op.x, shape.tokens) if static is None else static,
-                        workspace=workspace)
+                        rows.of(op.out, shape.tokens), x_scale=scale, workspace=workspace)
         return run
 
     def _rope_kv(self, op: RopeKV) -> Run:
@@ -162,8 +174,8 @@ class Binder:
         def run(shape: Shape) -> None:
             t = shape.tokens
             rope_kv.launch(rows.of(op.qkv, t), table, step.positions[:t], step.slots[:t],
-                           rows.of(op.out, t).view(t, op.heads, op.head_dim), k_cache, v_cache, self.configs.of("rope_kv", t),
-                           k_scale=k_scale, v_scale=v_scale)
+                           rows.of(op.out, t).view(t, op.heads, op.head_dim), k_cache, v_cache,
+                           self.configs.of("rope_kv", t), k_scale=k_scale, v_scale=v_scale)
         return run
 
     def _quantize(self, op: Quantize) -> Run:
@@ -210,7 +222,8 @@ class Binder:
         (k_cache, v_cache), (k_scale, v_scale) = self.cache.layer(op.layer), self.cache.scale(op.layer)
         q = rows.of(op.q, b).view(b, op.heads, op.head_dim)
         attention_decode.launch(q, k_cache, v_cache, self.arena.step.tables[:b], self.arena.attention[b],
-                                rows.of(target, b), self.configs.of("attention_decode", b), sm_scale=self.scale, k_scale=k_scale,
+                                rows.of(target, b), self.configs.of("attention_decode", b), sm_scale=self.scale,
+                                k_scale=k_scale,
                                 v_scale=v_scale, pre_quant_scale=codes.pre_quant_scale, quant=codes.mode,
                                 group=codes.group, input_scale=codes.input_scale,
                                 scales=rows.scales(target, b) if codes.mode is Mode.INT8_GROUP else None)
@@ -221,9 +234,20 @@ class Binder:
         span = slice(shape.decodes, shape.rows)
         attention_prefill.launch(rows.of(op.q, t).view(t, op.heads, op.head_dim), k_cache, v_cache, step.tables[span],
                                  self.arena.record.cu_seqlens(shape.decodes, shape.prefills), step.seq_lens[span],
-                                 shape.longest, rows.of(target, t), self.configs.of("attention_prefill", shape.longest), sm_scale=self.scale,
+                                 shape.longest, rows.of(target, t),
+                                 self.configs.of("attention_prefill", shape.longest), sm_scale=self.scale,
                                  k_scale=k_scale, v_scale=v_scale, pre_quant_scale=codes.pre_quant_scale,
                                  quant=codes.mode, input_scale=codes.input_scale)
+
+
+def kind_of(op: Op) -> str:
+    """An Op without its names: what decides which kernel variants it launches."""
+    def plain(value: object) -> object:
+        if isinstance(value, ActQuant):
+            return f"{value.grid} {value.input_scale is None} {value.pre_quant_scale is None}"
+        return "" if isinstance(value, str) else value
+    fields = {name: plain(getattr(op, name)) for name in type(op).model_fields if name not in ("op", "layer", "parts")}
+    return f"{op.op} {fields}"
 
 
 def void(_: object) -> None:
@@ -241,7 +265,8 @@ def _attention_pairs(ops: Sequence[Op]) -> Iterator[tuple[Op, Quantize | None]]:
         if skip:
             skip = False
             continue
-        if isinstance(op, Attention) and isinstance(following, Quantize) and following.x == op.out and readers[op.out] == 1:
+        if isinstance(op, Attention) and isinstance(following, Quantize) and (
+                following.x == op.out and readers[op.out] == 1):
             skip = True
             yield op, following
         else:

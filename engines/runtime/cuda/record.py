@@ -52,7 +52,8 @@ class Layout:
         """Decode rows, then prefill rows from the next bucket on: twice the batch. Each step admits at most
         ``max_num_tokens`` tokens' blocks, one prompt that is only begun, and one block a decoding row."""
         blocks = -(-max_num_tokens // block_size) + table_width + 2 * max_batch_size
-        return cls(_aligned(2 * max_batch_size + 8), _aligned(max_batch_size), _aligned(max_num_tokens), _aligned(blocks))
+        return cls(_aligned(2 * max_batch_size + 8), _aligned(max_batch_size), _aligned(max_num_tokens),
+                   _aligned(blocks))
 
     @property
     def offsets(self) -> dict[str, int]:

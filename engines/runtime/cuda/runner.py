@@ -60,7 +60,8 @@ class Pending:
             token = int(self.tokens[index])
             if token < 0:
                 raise EngineError(f"sequence {sequence.number} has logits that are not finite at position "
-                                  f"{len(sequence.tokens)}", "The checkpoint's scales or weights are broken; verify it.")
+                                  f"{len(sequence.tokens)}", "The checkpoint's scales or weights are broken; verify."
+                                  )
             found.append((sequence, token, self._logprob(index, token, sequence)))
         return found
 
@@ -99,7 +100,8 @@ class CudaRunner:
     #: Steps that may be launched before the oldest one is read.
     lookahead = 1
 
-    def __init__(self, plan: Plan, arena: Arena, steps: Steps, graphs: Graphs, stream: torch.cuda.Stream | None) -> None:
+    def __init__(self, plan: Plan, arena: Arena, steps: Steps, graphs: Graphs,
+                 stream: torch.cuda.Stream | None) -> None:
         self._plan, self._arena, self._steps, self._graphs, self._stream = plan, arena, steps, graphs, stream
         self._slots = Slots(plan.limits.max_batch_size)
         self._ring = _Ring(arena, stream is not None, self.lookahead + 2)

@@ -37,8 +37,15 @@ class Steps:
         """All layers: reads the record, stores keys and values, leaves hidden rows for the head."""
         self._prepare(shape)
         self._binder.plan_attention(shape)
-        for run in self._body:
-            run(shape)
+        for bound in self._body:
+            bound.run(shape)
+
+    def each_kind(self, shape: Shape) -> None:
+        """As ``body``, but one Op of each kind: layers are alike, so these are all kernel variants of the step."""
+        self._prepare(shape)
+        self._binder.plan_attention(shape)
+        for bound in {bound.kind: bound for bound in self._body}.values():
+            bound.run(shape)
 
     def _prepare(self, shape: Shape) -> None:
         record, step = self._arena.record, self._arena.step
@@ -49,14 +56,20 @@ class Steps:
 
     def launch(self, key: Key) -> None:
         """What the graph ``key`` consists of."""
-        if key.kind == "head":
+        if key.kind != "head":
+            self.body(_shape(key))
+        if key.kind != "prefill":
             self.head(key.rows)
+
+    def touch(self, step: Key | Shape) -> None:
+        """Launch every kernel variant of one of ``reachable``, once. The result means nothing."""
+        if isinstance(step, Shape):
+            self.each_kind(step)
             return
-        if key.kind == "decode":
-            self.body(Shape(key.tokens, decodes=key.rows))
-            self.head(key.rows)
-            return
-        self.body(Shape(key.tokens, prefills=key.rows, longest=key.tokens))
+        if step.kind != "head":
+            self.each_kind(_shape(step))
+        if step.kind != "prefill":
+            self.head(step.rows)
 
     def reachable(self) -> Iterator[Key | Shape]:
         """Steps that together launch every kernel variant this engine can reach: every graph, then eager prefill at
@@ -70,3 +83,9 @@ class Steps:
         for bucket in decode_sizes(limits.max_batch_size):
             if 4 <= bucket < limits.max_num_tokens:
                 yield Shape(bucket + 1, decodes=bucket, prefills=1, longest=2)
+
+
+def _shape(key: Key) -> Shape:
+    if key.kind == "decode":
+        return Shape(key.tokens, decodes=key.rows)
+    return Shape(key.tokens, prefills=key.rows, longest=key.tokens)

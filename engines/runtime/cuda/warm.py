@@ -15,26 +15,16 @@ from engines.errors import EngineError
 from engines.kernels.compile_ahead import collect, compile_variants
 from engines.plan import Plan
 from engines.runtime.cuda.arena import Arena, KVCache
-from engines.runtime.cuda.graphs import Key
 from engines.runtime.cuda.memory import release
-from engines.runtime.cuda.ops import Shape
 from engines.runtime.cuda.steps import Steps
 from engines.runtime.cuda.weights import DeviceWeights, empty_weights
-
-
-def launch(steps: Steps, step: Key | Shape) -> None:
-    """Launch one of ``Steps.reachable``."""
-    if isinstance(step, Key):
-        steps.launch(step)
-    else:
-        steps.body(step)
 
 
 def compile_reachable(steps: Steps, capability: int) -> int:
     """Compile all that is missing, on all cores; returns how many variants there are. EngineError if one fails."""
     with torch.inference_mode(), collect() as variants:
         for step in steps.reachable():
-            launch(steps, step)
+            steps.touch(step)
     failed = compile_variants(list(variants.values()), capability)
     if failed:
         name, error = next(iter(failed.items()))
@@ -50,8 +40,8 @@ def compile_plan(plan: Plan, folder: Path) -> int:
     device = plan.device.torch_device
     with torch.inference_mode():
         weights = DeviceWeights(plan, empty_weights(sorted(folder.glob("*.safetensors")), device), device)
-        arena = Arena(plan, assign(plan.program), workspace_bytes(plan.program, plan.kernels, plan.limits.max_num_tokens),
-                      device)
+        workspace = workspace_bytes(plan.program, plan.kernels, plan.limits.max_num_tokens)
+        arena = Arena(plan, assign(plan.program), workspace, device)
         scales = None
         if plan.kv.quantized:
             scales = [(torch.ones((), device=device),) * 2] * plan.model.num_layers

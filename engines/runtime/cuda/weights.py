@@ -1,7 +1,8 @@
 """Weights from an engine's files into device memory: read, hashed and copied at once, by several threads.
 
-A file is read in the 64 MiB chunks that its hash is made of. Each chunk goes into pinned memory, is hashed there, and is
-copied from there into the tensors that it holds pieces of; every tensor has its own allocation, as a file only keeps
+A file is read in the 64 MiB chunks that its hash is made of. Each chunk goes into pinned memory, is hashed there, and
+is copied
+from there into the tensors that it holds pieces of; every tensor has its own allocation, as a file only keeps
 them 8-byte aligned and kernels want 16. Reading, hashing and copying of different files overlap (all three let other
 threads run), so an 8B model is limited by the page cache, not by one core's SHA-256. A byte that changed since the
 build is found before the first token.
@@ -96,12 +97,13 @@ class _FileReader:
             count = _fill(file, buffer)
             if count == 0:
                 break
-            piece = buffer[:count].numpy()
+            piece = memoryview(buffer[:count].numpy())  # type: ignore[arg-type]
             whole.update(hashlib.sha256(piece).digest())
             if header is None:
-                header = _Header(path, piece.tobytes() if count < 1 << 20 else bytes(piece[:_header_end(piece)]))
+                header = _Header(path, bytes(piece[:8 + int.from_bytes(piece[:8], "little")]))
                 tensors = header.allocate(self._device)
-                flat = {name: tensor.reshape(-1).view(torch.uint8) for name, tensor in tensors.items() if tensor.numel()}
+                flat = {name: tensor.reshape(-1).view(torch.uint8) for name, tensor in tensors.items()
+                        if tensor.numel()}
             _scatter(header, flat, buffer, at, count)
             if self._stream is not None:
                 self._done[which] = self._stream.record_event()
@@ -112,13 +114,9 @@ class _FileReader:
         return tensors
 
 
-def _header_end(piece: object) -> int:
-    return 8 + int.from_bytes(bytes(memoryview(piece)[:8]), "little")  # type: ignore[arg-type]
-
-
 def _fill(file: BinaryIO, buffer: torch.Tensor) -> int:
     """Read until the buffer is full or the file ends."""
-    view = memoryview(buffer.numpy())
+    view = memoryview(buffer.numpy())  # type: ignore[arg-type]
     done = 0
     while done < len(view):
         count = file.readinto(view[done:])  # type: ignore[attr-defined]

@@ -1,0 +1,49 @@
+"""Child of test_gpu_engine: a tiny engine through Triton's interpreter beside the CPU engine.
+
+A process of its own, because the interpreter must be chosen before Triton is imported.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+os.environ["TRITON_INTERPRET"] = "1"
+sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
+
+import numpy as np
+import torch
+from memory_checkpoint import INT8, MemoryCheckpoint
+from tiny_models import tiny_llama
+
+from engines.build.builder import build
+from engines.llm import LLM
+from engines.plan import EngineSpec
+from engines.request import SamplingParams
+
+
+def main(work: Path) -> None:
+    torch.set_num_threads(1)
+    folder = tiny_llama(work / "model", num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+                        hidden_size=32, intermediate_size=64)
+    checkpoint = MemoryCheckpoint.of(folder, INT8)
+    limits = {"max_seq_len": 48, "max_batch_size": 2, "max_num_tokens": 16, "tune": "none"}
+    cpu = LLM(build(checkpoint, EngineSpec(**limits), work / "cpu"))
+    gpu = LLM(build(checkpoint, EngineSpec(device="interpreter", memory=64 << 20, **limits), work / "gpu"))
+    prompts = [[1, 2, 3], list(range(40, 60))]  # the second is prefilled in two chunks, beside the first one's decode
+    params = SamplingParams(max_tokens=3, ignore_eos=True, logprobs=1)
+    for ours, theirs in zip(gpu.generate(prompts, params), cpu.generate(prompts, params), strict=True):
+        a, b = ours.outputs[0], theirs.outputs[0]
+        assert a.token_ids == b.token_ids, (a.token_ids, b.token_ids)
+        assert a.logprobs is not None
+        assert b.logprobs is not None
+        worst = max(abs(x.logprob - y.logprob) for x, y in zip(a.logprobs, b.logprobs, strict=True))
+        assert worst < 0.3, worst
+    [ours], [theirs] = (llm.loglikelihood(prompts[:1], top_k=2) for llm in (gpu, cpu))
+    assert float(np.abs(ours.logprobs - theirs.logprobs).max()) < 0.3
+    assert gpu.stats()["free_blocks"] == gpu.stats()["blocks"]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
