@@ -60,10 +60,11 @@ class Watcher:
         self._began = self._spoke = 0.0
 
     def _make_bars(self) -> Bars:
-        return Bars(SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=28),
-                    TextColumn("{task.fields[count]}", justify="right"), TimeElapsedColumn(), TextColumn("left"),
-                    TimeRemainingColumn(compact=True), TextColumn("[dim]{task.fields[message]}"),
-                    console=self._console, transient=False)
+        return Bars(SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(bar_width=28),
+                    TextColumn("{task.fields[count]}", justify="right", markup=False), TimeElapsedColumn(),
+                    TextColumn("left"), TimeRemainingColumn(compact=True),
+                    TextColumn("{task.fields[message]}", style="dim", markup=False),
+                    console=self._console, transient=True)
 
     def __enter__(self) -> Watcher:
         if self._bars:
@@ -79,7 +80,7 @@ class Watcher:
     def note(self, message: str) -> None:
         """One line for people, above the bars."""
         if not self._quiet:
-            self._console.print(message)
+            self._console.print(message, markup=False)
 
     def __call__(self, event: Progress) -> None:
         if self._quiet:
@@ -91,7 +92,7 @@ class Watcher:
             self._draw(self._bars, event)
         elif not self._spoke or time.monotonic() - self._spoke >= EVERY_S:
             self._spoke = time.monotonic()
-            self._console.print(self._line(event))
+            self._console.print(self._line(event), markup=False)
 
     def _draw(self, bars: Bars, event: Progress) -> None:
         if self._task is None:
@@ -106,6 +107,7 @@ class Watcher:
             mark = "[green]✓[/]" if whole else "[yellow]·[/]"
             spent = duration(self._last.at - self._began)
             self._bars.remove_task(self._task)
+            self._bars.refresh()  # or the print below would leave the last frame behind it
             self._bars.console.print(f"{mark} {escape(self._last.stage)}  [dim]{_count(self._last)}, {spent}[/]")
         self._task = self._last = None
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit import stages
+from toolkit.errors import UsageError
 from toolkit.job import Calibration, EngineJob, Limits
 from toolkit.refs import Ref, resolve
 from toolkit.stages import Workshop
@@ -56,7 +57,6 @@ def engine_of(shop: Workshop, name: str, engine: EngineJob | None = None, limits
     what it is.
     """
     from engines.engine import Engine
-    from toolkit.errors import UsageError
 
     ref = resolve(name, shop.home, shop.store, offline=shop.offline)
     if ref.kind == "engine":

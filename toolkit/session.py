@@ -61,7 +61,7 @@ class Session:
 
             console = stdout()
             for part in parts:
-                console.print(part)
+                console.print(part, markup=False)
 
     def watch(self) -> Watcher:
         """Progress on stderr, as a context manager whose value is a ``calib.progress.Report``."""

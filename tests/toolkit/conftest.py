@@ -33,8 +33,8 @@ def write_model(folder):
         {"bos_token": "<s>", "eos_token": "</s>", "chat_template": template}))
     torch.manual_seed(1)
     config = LlamaConfig(vocab_size=trained.get_vocab_size(), hidden_size=64, intermediate_size=128,
-                         num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256, bos_token_id=0,
-                         eos_token_id=1, tie_word_embeddings=True, initializer_range=0.25)
+                         num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, bos_token_id=0,
+                         max_position_embeddings=256, eos_token_id=1, tie_word_embeddings=True, initializer_range=0.25)
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
 
 

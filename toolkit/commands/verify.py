@@ -15,6 +15,8 @@ def register(app: typer.Typer) -> None:
 
         Anybody's checkpoint in a known layout, or an artifact of ours. Exit code 1 when a fault is found.
         """
+        from rich.text import Text
+
         from toolkit.describe import faults_of
         from toolkit.refs import resolve
         from toolkit.store import RunStore
@@ -22,7 +24,8 @@ def register(app: typer.Typer) -> None:
         with RunStore(session.home.store) as store:
             found = resolve(ref, session.home, store, offline=session.offline)
         faults = faults_of(found)
-        lines = [f"[red]✕[/] {fault}" for fault in faults] or [f"[green]✓[/] {found.kind}: every check passed"]
+        lines = [Text.assemble(("✕ ", "red"), fault) for fault in faults]
+        lines = lines or [Text.assemble(("✓ ", "green"), f"{found.kind}: every check passed")]
         session.show({"path": str(found.path), "kind": found.kind, "faults": faults}, faults, *lines)
         if faults:
             raise typer.Exit(1)

@@ -1,0 +1,83 @@
+"""Progress: a line when a stage begins and every 30 s, with an ETA; silent when asked; never markup from outside."""
+
+import io
+
+import pytest
+
+from calib.progress import Progress
+from toolkit import console
+from toolkit.options import parse_bytes, parse_cells
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that the test moves."""
+    now = [1000.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: now[0])
+    return now
+
+
+def event(stage, done, total, at, **more):
+    return Progress(stage, done, total, at=at, **more)
+
+
+def test_a_line_every_thirty_seconds(capsys, clock):
+    with console.Watcher() as watch:
+        for second in range(0, 100, 5):
+            clock[0] = 1000.0 + second
+            watch(event("evaluate", second, 100, clock[0], unit="text"))
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == ["evaluate: 0/100 texts", "evaluate: 30/100 texts, about 1 min 10 s left",
+                     "evaluate: 60/100 texts, about 40 s left", "evaluate: 90/100 texts, about 10 s left"]
+
+
+def test_each_stage_speaks_once_at_least(capsys, clock):
+    with console.Watcher() as watch:
+        for stage in ("load", "calibrate", "export"):
+            watch(event(stage, 0, None, clock[0]))
+    assert [line.split(":")[0] for line in capsys.readouterr().err.splitlines()] == ["load", "calibrate", "export"]
+
+
+def test_quiet_is_quiet(capsys, clock):
+    with console.Watcher(quiet=True) as watch:
+        watch(event("load", 0, 1, clock[0]))
+        watch.note("hello")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_brackets_are_text(capsys, clock):
+    with console.Watcher() as watch:
+        watch(event("load", 0, None, clock[0], message="[bold]x[/nothing]"))
+        watch.note("[red]note[/]")
+    assert "[bold]x[/nothing]" in (shown := capsys.readouterr().err)
+    assert "[red]note[/]" in shown
+
+
+def test_on_a_terminal_finished_stages_become_lines(monkeypatch, clock):
+    from rich.console import Console
+
+    terminal = Console(force_terminal=True, width=100, record=True, file=io.StringIO())
+    monkeypatch.setattr(console, "stderr", lambda: terminal)
+    with console.Watcher() as watch:
+        for stage in ("calibrate", "build"):
+            for done in range(3):
+                clock[0] += 1
+                watch(event(stage, done, 2, clock[0], unit="layer"))
+    shown = terminal.export_text()
+    assert "✓ calibrate  2/2 layers, 2 s" in shown
+    assert "✓ build  2/2 layers, 2 s" in shown
+
+
+@pytest.mark.parametrize(("seconds", "written"), [(0, "0 s"), (59.4, "59 s"), (65, "1 min 05 s"), (7800, "2 h 10 min")])
+def test_duration(seconds, written):
+    assert console.duration(seconds) == written
+
+
+@pytest.mark.parametrize(("text", "size"), [("2GB", 2 * 10**9), ("1500MiB", 1500 * 2**20), ("1.5 kB", 1500),
+                                            ("77", 77)])
+def test_sizes(text, size):
+    assert parse_bytes(text) == size
+
+
+def test_cells():
+    assert parse_cells("1x64x32, 8x64x16") == [(1, 64, 32), (8, 64, 16)]
