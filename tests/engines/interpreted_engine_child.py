@@ -1,16 +1,12 @@
 """Child of test_gpu_engine: a tiny engine through Triton's interpreter beside the CPU engine.
 
-A process of its own, because the interpreter must be chosen before Triton is imported.
+A process of its own with TRITON_INTERPRET=1, as the interpreter must be chosen before Triton is imported.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
-
-os.environ["TRITON_INTERPRET"] = "1"
-sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
 
 import numpy as np
 import torch
