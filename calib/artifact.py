@@ -278,7 +278,8 @@ class ArtifactWriter:
             shutil.rmtree(self.folder, ignore_errors=True)
             self._unlock()
         if isinstance(error, OSError):
-            raise ArtifactError(f"cannot write {self.path}: {error.strerror or error}",
+            about = f" ({error.filename})" if error.filename else ""
+            raise ArtifactError(f"cannot write {self.path}: {error.strerror or error}{about}",
                                 "Free disk space or choose another folder; nothing half-written was left.") from error
 
     def _publish(self) -> Artifact:

@@ -225,7 +225,7 @@ class _Stage:
                        if not any(name.startswith(f"{family.layers}.{layer}.") for layer in layers)}
             record["protected_layers"] = layers
         if recipe.method == "awq_lite":
-            methods.run_awq(model, plan, schemes, batches, self.report)
+            methods.run_awq(model, plan, schemes, batches, self.report, family)
         elif recipe.method == "smooth":
             choose = self._choose_tokens() if len(recipe.alphas) > 1 else batches[0]
             record["alpha"] = methods.run_smooth(model, plan, schemes, batches, self.report, family=family,

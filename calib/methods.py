@@ -6,12 +6,14 @@ A method leaves the model fake-quantized exactly as it will be written, so that 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import cast
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 from calib import quantizer
+from calib.awq import clipped_amax, shared_scale
 from calib.formats.hf import Shards
 from calib.grids import quantize_weight
 from calib.layers import Family, natural_key
@@ -46,12 +48,34 @@ def run_max(model: nn.Module, plan: CalibrationPlan, schemes: dict[str, Scheme],
 
 
 def run_awq(model: nn.Module, plan: CalibrationPlan, schemes: dict[str, Scheme], batches: Sequence[torch.Tensor],
-            report: Report) -> None:
-    """awq_lite's search, then the roundings that the export makes."""
+            report: Report, family: Family) -> None:
+    """awq_lite's search, one scale for all readers of an input, the roundings that the export makes, clipping."""
     quantizer.attach(model, schemes, plan.attentions, plan.kv, batches, report, alpha_step=plan.recipe.alpha_step)
+    found = quantizer.take_search(model, schemes)
+    scales: dict[str, torch.Tensor] = {}
+    for members in _readers(schemes, family, plan.num_layers):
+        scales |= dict.fromkeys(members, shared_scale([found[member] for member in members]))
+    for module, scale in scales.items():
+        quantizer.set_pre_quant_scale(model, module, scale)
     quantizer.settle(model, schemes)
+    for index, module in enumerate(schemes if plan.recipe.clip_ratios else ()):
+        report(Progress("clip weights", index, len(schemes), "module"))
+        importance = (found[module].activation * scales[module]).square()
+        quantizer.set_weight_amax(model, module, clipped_amax(
+            _weight(model, module), importance, cast(int, plan.group_size), plan.recipe.clip_ratios))
     quantizer.check_scales(model, schemes, plan.attentions, plan.kv)
     quantizer.project_weights(model, schemes)
+
+
+def _readers(schemes: dict[str, Scheme], family: Family, num_layers: int) -> list[list[str]]:
+    """The quantized modules, those that read one input together."""
+    groups = [*family.fused, *((name,) for name in family.linears if not any(name in group for group in family.fused))]
+    found = [[f"{family.layers}.{layer}.{name}" for name in group] for layer in range(num_layers) for group in groups]
+    return [members for members in found if members[0] in schemes]
+
+
+def _weight(model: nn.Module, module: str) -> torch.Tensor:
+    return cast(torch.Tensor, model.get_submodule(module).weight).detach()
 
 
 def run_smooth(model: nn.Module, plan: CalibrationPlan, schemes: dict[str, Scheme], batches: Sequence[torch.Tensor],

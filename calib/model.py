@@ -20,7 +20,7 @@ from transformers.masking_utils import sdpa_mask
 from calib.checkpoint import QuantizedCheckpoint
 from calib.errors import ENVIRONMENT, CalibError
 from calib.formats import gguf
-from calib.formats.hf import Shards, read_json
+from calib.formats.hf import Shards, read_json, without_progress_bars
 from calib.grids import dequantize_weight, fake_quantize
 from calib.layers import family_of
 
@@ -99,7 +99,9 @@ def load_hf(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel
     config = read_json(folder / "config.json")
     family_of(config, str(folder))
     check_finite(Shards(folder))
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True, trust_remote_code=False)
+    with without_progress_bars():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True,
+                                                     trust_remote_code=False)
     return model.eval()
 
 

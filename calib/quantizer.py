@@ -13,24 +13,31 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
+import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import modelopt.torch.quantization as mtq
 import torch
-from modelopt.torch.export import export_hf_checkpoint
-from modelopt.torch.export.unified_export_hf import requantize_resmooth_fused_llm_layers
-from modelopt.torch.quantization.config import QuantizerAttributeConfig
-from modelopt.torch.quantization.nn import TensorQuantizer
 from torch import nn
 
+from calib.awq import Searched
 from calib.errors import CalibError
+from calib.formats.hf import INDEX, Shards, without_progress_bars, write_shards
 from calib.layers import scale_shape
 from calib.progress import Progress, Report
 from calib.scheme import CODE_MAX, Grid, Scheme
+
+with warnings.catch_warnings():  # it warns of every transformers version that it was not released with
+    warnings.simplefilter("ignore")
+    import modelopt.torch.quantization as mtq
+    from modelopt.torch.export import export_hf_checkpoint
+    from modelopt.torch.export.unified_export_hf import requantize_resmooth_fused_llm_layers
+    from modelopt.torch.quantization.config import QuantizerAttributeConfig
+    from modelopt.torch.quantization.nn import TensorQuantizer
 
 _BITS: dict[str, Any] = {"fp8_e4m3": (4, 3), "int8": 8, "int4": 4}
 
@@ -43,10 +50,15 @@ class CalibrationDataError(CalibError):
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """modelopt narrates on stdout and through warnings; our stdout belongs to results."""
-    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+    """modelopt narrates on stdout, through warnings and through logs; our output belongs to results."""
+    level = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(level)
 
 
 def _weight_attributes(grid: Grid) -> dict[str, Any]:
@@ -86,7 +98,8 @@ def attach(model: nn.Module, schemes: Mapping[str, Scheme], attentions: Sequence
                            "cfg": _activation_attributes(scheme.activation)})
     if kv.quantized:
         config += [{"quantizer_name": name, "cfg": _activation_attributes(kv)} for name in kv_quantizers(attentions)]
-    algorithm: Any = "max" if alpha_step is None else {"method": "awq_lite", "alpha_step": alpha_step}
+    algorithm: Any = "max" if alpha_step is None else {"method": "awq_lite", "alpha_step": alpha_step,
+                                                        "debug": True}
     passes = 1 if alpha_step is None else 2
     with quiet(), torch.inference_mode():
         mtq.quantize(model, {"quant_cfg": config, "algorithm": algorithm},
@@ -191,6 +204,34 @@ def disabled(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
             quantizer.enable()
 
 
+def take_search(model: nn.Module, schemes: Mapping[str, Scheme]) -> dict[str, Searched]:
+    """What awq_lite's search saw of each module; its notes are removed from the model."""
+    found = {}
+    for name in schemes:
+        module: Any = model.get_submodule(name)
+        notes = module.awq_lite
+        if not notes.is_enabled or not notes.num_search_steps:
+            raise CalibrationDataError(f"{name} saw no calibration data", "Give longer or more calibration texts.")
+        found[name] = Searched({float(alpha): float(loss) for alpha, loss in notes.loss.items()},
+                               notes.act_scale.detach(), notes.weight_scale.detach())
+        del module.awq_lite
+    return found
+
+
+def set_pre_quant_scale(model: nn.Module, module: str, scale: torch.Tensor) -> None:
+    """Replace a module's pre_quant_scale [in] and undo it in the weight, in float32."""
+    linear: Any = model.get_submodule(module)
+    quantizer = _quantizer(model, f"{module}.input_quantizer")
+    with torch.inference_mode():
+        linear.weight.mul_(quantizer.pre_quant_scale.float() / scale)
+        quantizer.pre_quant_scale = scale
+
+
+def set_weight_amax(model: nn.Module, module: str, amax: torch.Tensor) -> None:
+    quantizer = _quantizer(model, f"{module}.weight_quantizer")
+    quantizer.amax = amax.reshape(quantizer.amax.shape)
+
+
 def settle(model: nn.Module, schemes: Mapping[str, Scheme]) -> None:
     """Make the model in memory the one that the export writes: shared pre_quant_scales, bf16 weights and norms."""
     with quiet(), torch.inference_mode():
@@ -274,8 +315,20 @@ def input_scale(model: nn.Module, module: str, grid: Grid) -> torch.Tensor:
 
 
 def export_unified(model: nn.Module, folder: Path) -> None:
-    """modelopt's unified Hugging Face export. The model is used up: its weights become codes."""
-    with quiet(), torch.inference_mode():
-        export_hf_checkpoint(model, dtype=torch.bfloat16, export_dir=folder)
-    for path in folder.glob("*.safetensors"):
-        path.chmod(0o644)
+    """modelopt's unified Hugging Face export. The model is used up: its weights become codes.
+
+    A float32 model's norms and embeddings are exported in float32 whatever ``dtype`` says (modelopt 0.47); they are
+    rewritten in bf16, which is exact after ``settle`` and its kin.
+    """
+    raw = folder / "export"
+    with quiet(), torch.inference_mode(), without_progress_bars():
+        export_hf_checkpoint(model, dtype=torch.bfloat16, export_dir=raw)
+    shards = Shards(raw)
+    halved = (".weight", ".bias", ".pre_quant_scale")
+    write_shards(folder, ((name, shards.load(name).to(torch.bfloat16)
+                           if shards[name].dtype == "F32" and name.endswith(halved) else shards.load(name))
+                          for name in shards))
+    for path in raw.glob("*.json"):
+        if path.name != INDEX:
+            path.rename(folder / path.name)
+    shutil.rmtree(raw)

@@ -27,7 +27,8 @@ class Recipe(Frozen):
 
     ``method``: "none" (weights stay), "max" (scale = largest magnitude), "smooth" (SmoothQuant folded into the previous
     layers, its strength chosen by measured loss among ``alphas``; 0 is no smoothing, then max), "awq_lite"
-    (activation-aware scaling searched per linear in steps of ``alpha_step``).
+    (activation-aware scaling searched per linear in steps of ``alpha_step``, then each group clipped to the best of
+    ``clip_ratios`` of its largest value).
     ``group_sizes``: for grouped weights, in order of preference; the first that divides every matched input is taken.
     ``keep``: fnmatch patterns of modules left in bf16. ``protect``: that many decoder layers are left in bf16 too,
     chosen by measured loss. ``rows``: calibration sequences used at most. ``choose_tokens``: tokens of ``choose`` text
@@ -43,6 +44,7 @@ class Recipe(Frozen):
     group_sizes: tuple[int, ...] = ()
     alphas: tuple[float, ...] = ()
     alpha_step: float | None = Field(default=None, gt=0.0, le=1.0)
+    clip_ratios: tuple[float, ...] = ()
     keep: tuple[str, ...] = ()
     protect: int = Field(default=0, ge=0)
     rows: int = Field(default=16, gt=0)
@@ -56,6 +58,9 @@ class Recipe(Frozen):
             raise ValueError("alphas belong to method 'smooth', and it needs them")
         if (self.method == "awq_lite") != (self.alpha_step is not None):
             raise ValueError("alpha_step belongs to method 'awq_lite', and it needs it")
+        unfit = any(not 0.0 < ratio <= 1.0 for ratio in self.clip_ratios)
+        if unfit or (self.clip_ratios and self.method != "awq_lite"):
+            raise ValueError("clip_ratios lie in (0, 1] and belong to method 'awq_lite'")
         if any(not 0.0 <= alpha <= 1.0 for alpha in self.alphas) or len(set(self.alphas)) != len(self.alphas):
             raise ValueError(f"alphas are distinct and between 0 and 1, not {self.alphas}")
         if (self.weight.granularity.kind == "group") != bool(self.group_sizes):

@@ -159,8 +159,8 @@ class CompressedTensorsLayout:
               tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Write a canonical stream into ``folder``: config.json and weights.
 
-        Without schemes it is a ``dense`` folder (for an fp8 KV cache alone). All quantized modules must share one Scheme without pre_quant_scale (CalibError otherwise); modules that are
-        absent from ``schemes`` go on the ignore list.
+        Without schemes it is a ``dense`` folder (for an fp8 KV cache alone). All quantized modules must share one
+        Scheme without pre_quant_scale (CalibError otherwise); modules absent from ``schemes`` go on the ignore list.
         """
         scheme = self._writable(schemes) if schemes else None
         unquantized: list[str] = []

@@ -7,6 +7,7 @@ before anything is loaded: the last offset must be the end of the file.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import struct
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,6 +18,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from transformers.utils import logging
 
 from calib.errors import ENVIRONMENT, CalibError
 from calib.layers import natural_key
@@ -126,6 +128,18 @@ class Shards(Mapping[str, TensorMeta]):
     @property
     def nbytes(self) -> int:
         return sum(meta.bytes for meta in self._meta.values())
+
+
+@contextlib.contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """transformers draws bars on stderr while it loads and saves; progress has one way here, and this is not it."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def write_shards(folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], shard_bytes: int = SHARD_BYTES) -> None:
