@@ -41,6 +41,7 @@ from toolkit.commands import (
 from toolkit.home import find_home
 
 INTERRUPTED = 130
+_ROOMS = ("calib", "engines", "evals", "toolkit")
 
 app = typer.Typer(name="toolkit", no_args_is_help=True, add_completion=False, rich_markup_mode=None,
                   pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
@@ -94,7 +95,7 @@ def _quiet_libraries() -> None:
 
 def _foreseen(error: Exception) -> tuple[str, str, str, int] | None:
     """Faults of a record, a file system or an installation that surface as somebody else's exception."""
-    if isinstance(error, ImportError) and error.name:
+    if isinstance(error, ImportError) and error.name and error.name.partition(".")[0] not in _ROOMS:
         return ("missing_package", f"package {error.name!r} is not installed, or is broken: {error}",
                 "Install the toolkit again: make install", ENVIRONMENT)
     if isinstance(error, OSError) and error.strerror:
