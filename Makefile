@@ -21,7 +21,13 @@ demo: install
 	$(BIN)/toolkit data prepare
 	$(BIN)/toolkit run examples/demo.yaml
 
-test: .venv/.test-installed
+# Tests on the real model find it in .home; without it they say so and skip.
+DEMO_MODEL := .home/models/SmolLM2-135M-Instruct/config.json
+
+$(DEMO_MODEL): | .venv/.installed
+	$(BIN)/toolkit data prepare --home .home
+
+test: .venv/.test-installed $(DEMO_MODEL)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 lint: .venv/.test-installed
