@@ -1,46 +1,21 @@
-"""What follows AWQ's search: one scale for all readers of an input, and clipped groups.
+"""What follows AWQ's search: groups are clipped by the error that their layer would see.
 
-**Sharing.** awq_lite picks a strength alpha for each linear, but q, k and v (gate and up) read one tensor, so a fused
-engine and a folded norm have room for one scale. Averaging scales of *different* strengths, as the export would,
-belongs to none of them. Here the readers first agree on a strength: the alpha with the least loss summed over them,
-each relative to its own best; only scales of that strength are averaged.
+An int4 group's scale is amax/7; a smaller one rounds the many at the price of the few. For each group the ratio with
+the least squared error is taken, each column weighted by the square of its mean input magnitude, which the search has
+collected anyway (the layer's output error, were the columns independent). It costs one pass over the weights per ratio
+and no data.
 
-**Clipping.** A group's scale is amax/7; a smaller one rounds the many at the price of the few. For each group the ratio
-with the least squared error is taken, each column weighted by the mean square that its input has there (the layer's
-output error when columns are independent). Two passes over the weights; no data.
+Measured on SmolLM2-135M-Instruct, group 64, 2,048 tokens of encyclopedia prose, delta NLL per token against bf16: the
+search alone .244; after all readers of one input share a scale, as the export makes them, .285; clipped .185; clipped
+without the weighting .315. Letting the readers agree on one strength before averaging (.284, clipped .198) and weights
+from the mean square (.214) did not pay; a search in steps of .2 instead of .1 loses nothing (.286 before clipping).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
-
-from calib.smoothing import smoothing_factors
-
-
-@dataclass(frozen=True, slots=True)
-class Searched:
-    """What the search saw of one linear: loss by alpha, mean |input| [in], mean relative |weight| by column [in]."""
-
-    losses: Mapping[float, float]
-    activation: torch.Tensor
-    weight: torch.Tensor
-
-
-def shared_alpha(members: Sequence[Searched]) -> float:
-    """The alpha with the least loss summed over the members, each loss relative to the member's least."""
-    least = [max(min(member.losses.values()), 1e-30) for member in members]
-    return min(members[0].losses, key=lambda alpha: sum(
-        member.losses[alpha] / best for member, best in zip(members, least, strict=True)))
-
-
-def shared_scale(members: Sequence[Searched]) -> torch.Tensor:
-    """pre_quant_scale [in], bf16-exact f32, for all members: the mean of theirs at the shared alpha."""
-    alpha = shared_alpha(members)
-    scales = [1 / smoothing_factors(member.activation, member.weight, alpha) for member in members]
-    return torch.stack(scales).mean(0).to(torch.bfloat16).float()
 
 
 def clipped_amax(weight: torch.Tensor, importance: torch.Tensor, group: int, ratios: Sequence[float]) -> torch.Tensor:
@@ -55,7 +30,7 @@ def clipped_amax(weight: torch.Tensor, importance: torch.Tensor, group: int, rat
     chosen = torch.ones_like(amax)
     for ratio in ratios:
         scale = (amax * (ratio / 7)).clamp(min=1e-12)[..., None]
-        error = ((grouped / scale).round().clamp(-8, 7).mul_(scale).sub_(grouped).square_() * weights).sum(-1)
+        error = ((grouped / scale).round_().clamp_(-8, 7).mul_(scale).sub_(grouped).square_().mul_(weights)).sum(-1)
         better = error < best
         best = torch.where(better, error, best)
         chosen = torch.where(better, torch.full_like(chosen, ratio), chosen)

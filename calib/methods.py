@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from calib import quantizer
-from calib.awq import clipped_amax, shared_scale
+from calib.awq import clipped_amax
 from calib.formats.hf import Shards
 from calib.grids import quantize_weight
 from calib.layers import Family, natural_key
@@ -51,16 +51,14 @@ def run_awq(model: nn.Module, plan: CalibrationPlan, schemes: dict[str, Scheme],
             report: Report, family: Family) -> None:
     """awq_lite's search, one scale for all readers of an input, the roundings that the export makes, clipping."""
     quantizer.attach(model, schemes, plan.attentions, plan.kv, batches, report, alpha_step=plan.recipe.alpha_step)
-    found = quantizer.take_search(model, schemes)
+    magnitudes = quantizer.take_search(model, schemes)
     scales: dict[str, torch.Tensor] = {}
     for members in _readers(schemes, family, plan.num_layers):
-        scales |= dict.fromkeys(members, shared_scale([found[member] for member in members]))
-    for module, scale in scales.items():
-        quantizer.set_pre_quant_scale(model, module, scale)
+        scales |= dict.fromkeys(members, quantizer.share_pre_quant_scale(model, members))
     quantizer.settle(model, schemes)
     for index, module in enumerate(schemes if plan.recipe.clip_ratios else ()):
         report(Progress("clip weights", index, len(schemes), "module"))
-        importance = (found[module].activation * scales[module]).square()
+        importance = (magnitudes[module] * scales[module]).square()
         quantizer.set_weight_amax(model, module, clipped_amax(
             _weight(model, module), importance, cast(int, plan.group_size), plan.recipe.clip_ratios))
     quantizer.check_scales(model, schemes, plan.attentions, plan.kv)

@@ -24,11 +24,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from calib.awq import Searched
 from calib.errors import CalibError
 from calib.formats.hf import INDEX, Shards, without_progress_bars, write_shards
 from calib.layers import scale_shape
 from calib.progress import Progress, Report
+from calib.quantizer_config import activation_attributes, quantizer_config
 from calib.scheme import CODE_MAX, Grid, Scheme
 
 with warnings.catch_warnings():  # it warns of every transformers version that it was not released with
@@ -38,9 +38,6 @@ with warnings.catch_warnings():  # it warns of every transformers version that i
     from modelopt.torch.export.unified_export_hf import requantize_resmooth_fused_llm_layers
     from modelopt.torch.quantization.config import QuantizerAttributeConfig
     from modelopt.torch.quantization.nn import TensorQuantizer
-
-_BITS: dict[str, Any] = {"fp8_e4m3": (4, 3), "int8": 8, "int4": 4}
-
 
 class CalibrationDataError(CalibError):
     """A quantizer saw no data, or its scale is not a positive finite number."""
@@ -61,25 +58,6 @@ def quiet() -> Iterator[None]:
         logging.disable(level)
 
 
-def _weight_attributes(grid: Grid) -> dict[str, Any]:
-    """A weight grid in modelopt's words (axis 0 is the output channel; block_sizes -1 is along the input)."""
-    kind = grid.granularity
-    if kind.kind == "group":
-        return {"num_bits": _BITS[grid.dtype], "block_sizes": {-1: kind.size, "type": "static"}}
-    return {"num_bits": _BITS[grid.dtype], "axis": 0 if kind.kind == "channel" else None}
-
-
-def _activation_attributes(grid: Grid) -> dict[str, Any]:
-    if not grid.dynamic:
-        return {"num_bits": _BITS[grid.dtype], "axis": None}
-    size = grid.granularity.size if grid.granularity.kind == "group" else None  # None: the whole token
-    return {"num_bits": _BITS[grid.dtype], "type": "dynamic", "block_sizes": {-1: size}}
-
-
-#: Statistics per input channel, for smoothing: amax [in] of every linear's input.
-CHANNEL_STATISTICS: dict[str, Any] = {"num_bits": 8, "axis": -1}
-
-
 def attach(model: nn.Module, schemes: Mapping[str, Scheme], attentions: Sequence[str], kv: Grid,
            batches: Sequence[torch.Tensor], report: Report, *, alpha_step: float | None = None,
            channel_statistics: bool = False) -> None:
@@ -88,16 +66,7 @@ def attach(model: nn.Module, schemes: Mapping[str, Scheme], attentions: Sequence
     ``batches`` are token ids [b, s]. ``alpha_step`` runs awq_lite. With ``channel_statistics`` the inputs' amax is
     collected per channel and the inputs are not quantized as planned until ``set_activations`` is called.
     """
-    config: list[dict[str, Any]] = [{"quantizer_name": "*", "enable": False}]
-    for module, scheme in schemes.items():
-        config.append({"quantizer_name": f"{module}.weight_quantizer", "cfg": _weight_attributes(scheme.weight)})
-        if channel_statistics:
-            config.append({"quantizer_name": f"{module}.input_quantizer", "cfg": CHANNEL_STATISTICS})
-        elif scheme.activation is not None:
-            config.append({"quantizer_name": f"{module}.input_quantizer",
-                           "cfg": _activation_attributes(scheme.activation)})
-    if kv.quantized:
-        config += [{"quantizer_name": name, "cfg": _activation_attributes(kv)} for name in kv_quantizers(attentions)]
+    config = quantizer_config(schemes, kv_quantizers(attentions), kv, channel_statistics=channel_statistics)
     algorithm: Any = "max" if alpha_step is None else {"method": "awq_lite", "alpha_step": alpha_step,
                                                         "debug": True}
     passes = 1 if alpha_step is None else 2
@@ -157,7 +126,7 @@ def set_activations(model: nn.Module, schemes: Mapping[str, Scheme]) -> None:
         if scheme.activation is None:
             quantizer.disable()
             continue
-        quantizer.set_from_attribute_config(QuantizerAttributeConfig(**_activation_attributes(scheme.activation)))
+        quantizer.set_from_attribute_config(QuantizerAttributeConfig(**activation_attributes(scheme.activation)))
 
 
 def _collect(quantizers: Sequence[TensorQuantizer], run: Callable[[], object]) -> None:
@@ -204,27 +173,29 @@ def disabled(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
             quantizer.enable()
 
 
-def take_search(model: nn.Module, schemes: Mapping[str, Scheme]) -> dict[str, Searched]:
-    """What awq_lite's search saw of each module; its notes are removed from the model."""
+def take_search(model: nn.Module, schemes: Mapping[str, Scheme]) -> dict[str, torch.Tensor]:
+    """Mean input magnitude [in] of each module, from the notes of awq_lite's search, which are removed."""
     found = {}
     for name in schemes:
         module: Any = model.get_submodule(name)
-        notes = module.awq_lite
-        if not notes.is_enabled or not notes.num_search_steps:
+        if not module.awq_lite.is_enabled or not module.awq_lite.num_search_steps:
             raise CalibrationDataError(f"{name} saw no calibration data", "Give longer or more calibration texts.")
-        found[name] = Searched({float(alpha): float(loss) for alpha, loss in notes.loss.items()},
-                               notes.act_scale.detach(), notes.weight_scale.detach())
+        found[name] = module.awq_lite.act_scale.detach()
         del module.awq_lite
     return found
 
 
-def set_pre_quant_scale(model: nn.Module, module: str, scale: torch.Tensor) -> None:
-    """Replace a module's pre_quant_scale [in] and undo it in the weight, in float32."""
-    linear: Any = model.get_submodule(module)
-    quantizer = _quantizer(model, f"{module}.input_quantizer")
+def share_pre_quant_scale(model: nn.Module, modules: Sequence[str]) -> torch.Tensor:
+    """Give modules that read one input one pre_quant_scale: the mean [in] of theirs, bf16-exact. Returns it."""
+    quantizers = [_quantizer(model, f"{module}.input_quantizer") for module in modules]
     with torch.inference_mode():
-        linear.weight.mul_(quantizer.pre_quant_scale.float() / scale)
-        quantizer.pre_quant_scale = scale
+        shared = torch.stack([quantizer.pre_quant_scale.float() for quantizer in quantizers]).mean(0)
+        shared = shared.to(torch.bfloat16).float()
+        for module, quantizer in zip(modules, quantizers, strict=True):
+            linear: Any = model.get_submodule(module)
+            linear.weight.mul_(quantizer.pre_quant_scale.float() / shared)
+            quantizer.pre_quant_scale = shared
+    return shared
 
 
 def set_weight_amax(model: nn.Module, module: str, amax: torch.Tensor) -> None:
@@ -233,15 +204,11 @@ def set_weight_amax(model: nn.Module, module: str, amax: torch.Tensor) -> None:
 
 
 def settle(model: nn.Module, schemes: Mapping[str, Scheme]) -> None:
-    """Make the model in memory the one that the export writes: shared pre_quant_scales, bf16 weights and norms."""
+    """Make the model in memory the one that the export writes: scales folded into norms, weights and norms in bf16."""
     with quiet(), torch.inference_mode():
         requantize_resmooth_fused_llm_layers(model)
         for parameter in model.parameters():
             parameter.copy_(parameter.to(torch.bfloat16))
-        for module in schemes:
-            quantizer = _quantizer(model, f"{module}.input_quantizer")
-            if getattr(quantizer, "_pre_quant_scale", None) is not None:
-                quantizer.pre_quant_scale = quantizer.pre_quant_scale.to(torch.bfloat16).float()
     recalibrate_weights(model, schemes)
 
 

@@ -91,5 +91,5 @@ def choose() -> list[str]:
 @pytest.fixture(scope="session")
 def demo_model() -> Path:
     if not (DEMO / "config.json").is_file():
-        pytest.skip("the demo model is not prepared (make test does it)")
+        pytest.skip("the demo model is not in .home: make test prepares it")
     return DEMO

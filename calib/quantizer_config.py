@@ -1,0 +1,49 @@
+"""Grids in modelopt's words: the ordered quantizer configuration. Plain dictionaries; modelopt itself is not needed.
+
+Later entries win, so everything is switched off first and the planned modules are switched on by their full names:
+coverage is the plan's, not a wildcard's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from calib.scheme import Grid, Scheme
+
+_BITS: dict[str, Any] = {"fp8_e4m3": (4, 3), "int8": 8, "int4": 4}
+
+
+def _weight_attributes(grid: Grid) -> dict[str, Any]:
+    """A weight grid in modelopt's words (axis 0 is the output channel; block_sizes -1 is along the input)."""
+    kind = grid.granularity
+    if kind.kind == "group":
+        return {"num_bits": _BITS[grid.dtype], "block_sizes": {-1: kind.size, "type": "static"}}
+    return {"num_bits": _BITS[grid.dtype], "axis": 0 if kind.kind == "channel" else None}
+
+
+def activation_attributes(grid: Grid) -> dict[str, Any]:
+    if not grid.dynamic:
+        return {"num_bits": _BITS[grid.dtype], "axis": None}
+    size = grid.granularity.size if grid.granularity.kind == "group" else None  # None: the whole token
+    return {"num_bits": _BITS[grid.dtype], "type": "dynamic", "block_sizes": {-1: size}}
+
+
+#: Statistics per input channel, for smoothing: amax [in] of every linear's input.
+CHANNEL_STATISTICS: dict[str, Any] = {"num_bits": 8, "axis": -1}
+
+
+def quantizer_config(schemes: Mapping[str, Scheme], kv_quantizers: Sequence[str], kv: Grid, *,
+                     channel_statistics: bool = False) -> list[dict[str, Any]]:
+    """The quant_cfg list for ``schemes`` (module -> Scheme) and, on a quantized ``kv`` grid, keys and values."""
+    config: list[dict[str, Any]] = [{"quantizer_name": "*", "enable": False}]
+    for module, scheme in schemes.items():
+        config.append({"quantizer_name": f"{module}.weight_quantizer", "cfg": _weight_attributes(scheme.weight)})
+        if channel_statistics:
+            config.append({"quantizer_name": f"{module}.input_quantizer", "cfg": CHANNEL_STATISTICS})
+        elif scheme.activation is not None:
+            config.append({"quantizer_name": f"{module}.input_quantizer",
+                           "cfg": activation_attributes(scheme.activation)})
+    if kv.quantized:
+        config += [{"quantizer_name": name, "cfg": activation_attributes(kv)} for name in kv_quantizers]
+    return config
