@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
@@ -131,8 +132,13 @@ def test_gate_publish_verify_and_generate(finished, tiny_job, call, tmp_path):
     engine = document["rows"][2]["engine_digest"]
     policy = tiny_job.parent / "policy.yaml"
     judged = ("--texts", 22, "--items", 6)
-    code, out, err = call("gate", engine[:12], "--baseline", "tiny", "--policy", policy, *judged, "--json")
+    papers = ("--junit-xml", tmp_path / "gate.xml", "--markdown", tmp_path / "gate.md")
+    code, out, err = call("gate", engine[:12], "--baseline", "tiny", "--policy", policy, *judged, *papers, "--json")
     assert (code, json.loads(out)["word"]) == (0, "PASS"), err
+    suites = ElementTree.parse(tmp_path / "gate.xml").getroot()
+    assert int(suites.get("tests")) >= 1
+    assert suites.get("failures") == suites.get("errors") == "0"
+    assert "Gate PASS" in (tmp_path / "gate.md").read_text()
     target = tmp_path / "releases"
     assert call("publish", document["rows"][0]["engine_digest"], "--to", target, "--alias", "base")[0] == 2
     code, out, err = call("publish", engine, "--to", target, "--alias", "production", "--json")

@@ -25,12 +25,17 @@ def register(app: typer.Typer) -> None:
                                                             "[default: all].", show_default=False)] = None,
              texts: Annotated[int, typer.Option(min=1, help="Texts for ΔNLL at most.")] = 64,
              items: Annotated[int, typer.Option(min=1, help="Questions of each task at most.")] = 200,
-             seed: Annotated[int, typer.Option(min=0)] = 0) -> None:
+             seed: Annotated[int, typer.Option(min=0)] = 0,
+             junit_xml: Annotated[Path | None, typer.Option(help="Write the verdict as JUnit XML, for CI.",
+                                                            show_default=False)] = None,
+             markdown: Annotated[Path | None, typer.Option(help="Write it as Markdown, for a step summary or comment.",
+                                                           show_default=False)] = None) -> None:
         """Judge whether a candidate may be released.
 
         Exit code 0 PASS, 1 FAIL, 3 INCONCLUSIVE or ANOMALOUS.
         """
-        from calib.artifact import Artifact
+        from calib.artifact import Artifact, write_atomic
+        from evals import outputs
         from evals.gate import EXIT_CODES, load_policy
         from evals.records import load_record
         from evals.report import LatencySweep
@@ -51,6 +56,11 @@ def register(app: typer.Typer) -> None:
             measured = load_record(speed.path, LatencySweep) if speed else None
             verdict, artifact = stages.verdict(shop, report, report_artifact, against.report, rules, measured,
                                                Artifact.open(speed.path) if speed else None, "gate")
+        if junit_xml is not None:
+            write_atomic(junit_xml, outputs.junit_xml({report.target.name: verdict}).encode())
+        if markdown is not None:
+            text = outputs.markdown(report.target.name, verdict, against.report, report)
+            write_atomic(markdown, text.encode())
         session.show({"digest": artifact.digest, "path": str(artifact.path), **verdict.model_dump(mode="json")},
                      [artifact.digest], *verdict_parts(verdict))
         if code := EXIT_CODES[verdict.word]:
