@@ -84,9 +84,15 @@ def write_cells(path: Path | str, cells: Iterable[BenchCell], command: str | Non
         raise MeasureError(f"cell {bad[0]!r} is not finite", "The measurement failed; look at its log.")
     document = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "commit": commit(),
                 "device": device or device_name(), "versions": installed_versions(),
-                "command": command or shlex.join(["python", *sys.argv]),
+                "command": command or _command(),
                 "cells": [cell.model_dump(mode="json") for cell in cells]}
     write_atomic(Path(path), canonical_json(document) + b"\n")
+
+
+def _command() -> str:
+    """The command line, with paths as seen from here: a result speaks of the project, not of one machine's folders."""
+    here = f"{Path.cwd()}/"
+    return shlex.join(["python", *(word.replace(here, "") for word in sys.argv)])
 
 
 def table(cells: Sequence[BenchCell]) -> str:
