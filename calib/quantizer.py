@@ -66,7 +66,7 @@ def attach(model: nn.Module, schemes: Mapping[str, Scheme], attentions: Sequence
     ``batches`` are token ids [b, s]. ``alpha_step`` runs awq_lite. With ``channel_statistics`` the inputs' amax is
     collected per channel and the inputs are not quantized as planned until ``set_activations`` is called.
     """
-    config = quantizer_config(schemes, kv_quantizers(attentions), kv, channel_statistics=channel_statistics)
+    config = quantizer_config(schemes, attentions, kv, channel_statistics=channel_statistics)
     algorithm: Any = "max" if alpha_step is None else {"method": "awq_lite", "alpha_step": alpha_step,
                                                         "debug": True}
     passes = 1 if alpha_step is None else 2

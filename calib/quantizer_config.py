@@ -1,7 +1,7 @@
 """Grids in modelopt's words: the ordered quantizer configuration. Plain dictionaries; modelopt itself is not needed.
 
-Later entries win, so everything is switched off first and the planned modules are switched on by their full names:
-coverage is the plan's, not a wildcard's.
+Later entries win, so everything is switched off first and the planned modules are switched on. Whether the patterns met
+exactly the planned modules is checked on the model afterwards.
 """
 
 from __future__ import annotations
@@ -33,17 +33,33 @@ def activation_attributes(grid: Grid) -> dict[str, Any]:
 CHANNEL_STATISTICS: dict[str, Any] = {"num_bits": 8, "axis": -1}
 
 
-def quantizer_config(schemes: Mapping[str, Scheme], kv_quantizers: Sequence[str], kv: Grid, *,
+def quantizer_config(schemes: Mapping[str, Scheme], attentions: Sequence[str], kv: Grid, *,
                      channel_statistics: bool = False) -> list[dict[str, Any]]:
-    """The quant_cfg list for ``schemes`` (module -> Scheme) and, on a quantized ``kv`` grid, keys and values."""
+    """The quant_cfg list for ``schemes`` (module -> Scheme) and, on a quantized ``kv`` grid, keys and values.
+
+    modelopt walks the whole model for each entry, so modules that have the same scheme in every layer (there is one
+    attention a layer) share one pattern.
+    """
     config: list[dict[str, Any]] = [{"quantizer_name": "*", "enable": False}]
-    for module, scheme in schemes.items():
-        config.append({"quantizer_name": f"{module}.weight_quantizer", "cfg": _weight_attributes(scheme.weight)})
+    for pattern, scheme in _patterns(schemes, len(attentions)):
+        config.append({"quantizer_name": f"{pattern}.weight_quantizer", "cfg": _weight_attributes(scheme.weight)})
         if channel_statistics:
-            config.append({"quantizer_name": f"{module}.input_quantizer", "cfg": CHANNEL_STATISTICS})
+            config.append({"quantizer_name": f"{pattern}.input_quantizer", "cfg": CHANNEL_STATISTICS})
         elif scheme.activation is not None:
-            config.append({"quantizer_name": f"{module}.input_quantizer",
+            config.append({"quantizer_name": f"{pattern}.input_quantizer",
                            "cfg": activation_attributes(scheme.activation)})
     if kv.quantized:
-        config += [{"quantizer_name": name, "cfg": activation_attributes(kv)} for name in kv_quantizers]
+        config.append({"quantizer_name": "*[kv]_bmm_quantizer", "cfg": activation_attributes(kv)})
     return config
+
+
+def _patterns(schemes: Mapping[str, Scheme], num_layers: int) -> list[tuple[str, Scheme]]:
+    """Name patterns with their scheme: "*.self_attn.q_proj" where all layers agree, else full names."""
+    kinds: dict[str, dict[str, Scheme]] = {}
+    for module, scheme in schemes.items():
+        kinds.setdefault(".".join(module.split(".")[-2:]), {})[module] = scheme
+    found: list[tuple[str, Scheme]] = []
+    for kind, members in kinds.items():
+        same = len(members) == num_layers and len(set(members.values())) == 1
+        found += [(f"*.{kind}", next(iter(members.values())))] if same else list(members.items())
+    return found
