@@ -12,7 +12,6 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
-from calib.artifact import canonical_json, sha256_hex
 from calib.scheme import Frozen
 from toolkit.errors import JobError
 from toolkit.home import Home
@@ -112,10 +111,6 @@ class Job(Frozen):
             raise ValueError(f"evaluation.window {self.evaluation.window} is longer than limits.max_seq_len "
                              f"{self.limits.max_seq_len}")
         return self
-
-    @property
-    def digest(self) -> str:
-        return sha256_hex(canonical_json(self.model_dump(mode="json")))
 
 
 def load_job(path: Path) -> Job:
