@@ -149,6 +149,11 @@ def test_agreement_is_said_when_intervals_hold_and_when_they_do_not(report_rows)
     assert near.added == pytest.approx(-0.0006)
     assert not far.agrees
     assert words.agreement(row, None) is None
+    exact = Estimate(value=0.0, ci_low=0.0, ci_high=0.0, n=64)
+    rounded = Estimate(value=1e-6, ci_low=5e-7, ci_high=1.5e-6, n=64)
+    assert words.Agreement("bf16", rounded, exact).agrees, "two float32 programs differ by this much"
+    visible = Estimate(value=1e-3, ci_low=9e-4, ci_high=1.1e-3, n=64)
+    assert not words.Agreement("bf16", visible, exact).agrees
 
 
 def test_a_run_is_printed_whole(stored_home):

@@ -24,7 +24,6 @@ def register(app: typer.Typer) -> None:
         The checkpoint is validated, and laid out so that other runtimes can load it.
         """
         from calib.calibrate import quantize as calibrate
-
         from calib.recipe import load_recipe
         from toolkit import making
         from toolkit.job import Calibration

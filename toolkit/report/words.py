@@ -65,6 +65,11 @@ def short(digest: str) -> str:
     return digest[:12]
 
 
+#: Nats per token. Two correct float32 programs of one model differ by about 1e-6; the unquantized engine's interval is
+#: no wider than that, so without this allowance it would be "outside" for a rounding.
+FLOAT_NOISE = 1e-5
+
+
 @dataclass(frozen=True, slots=True)
 class Agreement:
     """An engine's delta NLL beside that of its in-memory fake-quantized model: what the engine itself adds."""
@@ -80,9 +85,9 @@ class Agreement:
 
     @property
     def agrees(self) -> bool:
-        """Either value lies in the other's interval."""
-        return (self.model.ci_low <= self.engine.value <= self.model.ci_high
-                or self.engine.ci_low <= self.model.value <= self.engine.ci_high)
+        """Either value lies in the other's interval, give or take what two float32 programs differ by."""
+        return (self.model.ci_low - FLOAT_NOISE <= self.engine.value <= self.model.ci_high + FLOAT_NOISE
+                or self.engine.ci_low - FLOAT_NOISE <= self.model.value <= self.engine.ci_high + FLOAT_NOISE)
 
 
 def agreement(row: Row, model_delta: Estimate | None) -> Agreement | None:
