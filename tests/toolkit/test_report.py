@@ -17,8 +17,9 @@ from toolkit.store import RunStore
 
 
 def text_of(renderable, width=170):
+    """As ``Session.show`` prints it: text from outside is never markup."""
     console = Console(file=io.StringIO(), width=width, highlight=False)
-    console.print(renderable)
+    console.print(renderable, markup=False)
     return console.file.getvalue()
 
 
@@ -42,6 +43,7 @@ def test_an_interval_is_written_with_its_ends():
 
 def test_the_terminal_table_has_a_line_an_engine(report_rows):
     shown = text_of(tables.terminal(report_rows))
+    assert "[dim" not in shown
     for part in ("int4_awq", "int8 kv=fp8", "+0.0144 [+0.0094, +0.0194]", "36.9 % [32.9, 40.9]", "INCONCLUSIVE"):
         assert part in shown
 
@@ -149,6 +151,8 @@ def test_agreement_is_said_when_intervals_hold_and_when_they_do_not(report_rows)
     assert near.added == pytest.approx(-0.0006)
     assert not far.agrees
     assert words.agreement(row, None) is None
+    exact = Estimate(value=0.0, ci_low=0.0, ci_high=0.0, n=64)
+    assert words.Agreement("bf16", Estimate(value=1.6e-5, ci_low=1.5e-5, ci_high=1.7e-5, n=64), exact).agrees
     exact = Estimate(value=0.0, ci_low=0.0, ci_high=0.0, n=64)
     rounded = Estimate(value=1e-6, ci_low=5e-7, ci_high=1.5e-6, n=64)
     assert words.Agreement("bf16", rounded, exact).agrees, "two float32 programs differ by this much"

@@ -97,7 +97,8 @@ def comparison_table(found: Comparison) -> list[RenderableType]:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
     table.add_column("engine")
     for key in keys:
-        table.add_column(f"{axes[key].title}\n[dim not bold]{axes[key].unit}[/]", justify="right", overflow="fold")
+        table.add_column(Text.assemble(axes[key].title, ("\n" + axes[key].unit, "dim not bold")), justify="right",
+                         overflow="fold")
     for line in found.lines:
         cells = [Text(_arrow(line.changes[key], axes[key]), style="bold" if line.changes[key].seen else "dim")
                  for key in keys]

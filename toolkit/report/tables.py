@@ -75,13 +75,14 @@ def terminal(rows: Sequence[Row], width: int = WIDE) -> Table:
     """A rich table, numbers right-aligned, verdicts coloured."""
     from rich import box
     from rich.table import Table
+    from rich.text import Text
 
     from toolkit.console import verdict_text
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
     columns = [column for column in COLUMNS if column.core or width >= WIDE]
     for column in columns:
-        heading = f"{column.title}\n[dim not bold]{column.unit}[/]" if column.unit else column.title
+        heading = Text.assemble(column.title, ("\n" + column.unit if column.unit else "", "dim not bold"))
         table.add_column(heading, justify="left" if column.left else "right", no_wrap=True, vertical="bottom")
     for row in rows:
         table.add_row(*[verdict_text(row.verdict) if column.title == "verdict" else column.write(row)

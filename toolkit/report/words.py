@@ -65,9 +65,9 @@ def short(digest: str) -> str:
     return digest[:12]
 
 
-#: Nats per token. Two correct float32 programs of one model differ by about 1e-6; the unquantized engine's interval is
+#: Nats per token. Two correct programs of one model differ by 1e-6 to 2e-5 (seen); the unquantized engine's interval is
 #: no wider than that, so without this allowance it would be "outside" for a rounding.
-FLOAT_NOISE = 1e-5
+FLOAT_NOISE = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
