@@ -45,11 +45,14 @@ def test_every_engine_has_measured_figures(finished):
     assert [(row["recipe"], row["kv_cache"], row["emulated"]) for row in document["rows"]] == [
         ("bf16", "bf16", False), ("fp8", "bf16", True), ("int8", "fp8", True)]
     for row in document["rows"]:
-        for name in ("delta_nll", "accuracy", "kl_mean", "same_top1", "flips", "ttft_ms", "tpot_ms", "out_tok_s",
-                     "peak_memory_bytes", "size_bytes", "verdict", "verdict_reason"):
+        for name in ("delta_nll", "accuracy", "kl_mean", "same_top1", "flips", "peak_memory_bytes", "size_bytes",
+                     "verdict", "verdict_reason"):
             assert row[name] is not None, name
-        assert (row["batch_size"], row["isl"], row["osl"]) == (1, 8, 4)
-        assert len(row["cells"]) == 2
+        headline, _ = row["cells"]
+        assert (headline["batch_size"], headline["isl"], headline["osl"]) == (1, 8, 4)
+        # so small a model can take longer for one token than for four on a busy machine: such a cell is marked, not used
+        for name in ("ttft_ms", "tpot_ms", "out_tok_s"):
+            assert (row[name] is None) == (headline["invalid"] is not None), name
     assert document["rows"][0]["verdict"] == "BASELINE"
     assert abs(document["rows"][0]["delta_nll"]["value"]) < 1e-3, "our engine of the unquantized model adds nothing"
 
@@ -208,7 +211,8 @@ def test_quantize_build_sweep_alone(finished, call, tmp_path):
     code, out, err = call("sweep", tmp_path / "engine", "--cells", "1x8x4", "--repeats", 1, "--out", tmp_path / "s",
                           "--json")
     assert code == 0, err
-    assert json.loads(out)["cells"][0]["tpot_ms"] > 0
+    [cell] = json.loads(out)["cells"]
+    assert cell["invalid"] or cell["tpot_ms"] > 0
     code, _, err = call("generate", tmp_path / "engine", "-p", "river " * 100)
     assert code == 2
     assert "64" in err
