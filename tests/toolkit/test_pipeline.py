@@ -50,7 +50,7 @@ def test_every_engine_has_measured_figures(finished):
             assert row[name] is not None, name
         headline, _ = row["cells"]
         assert (headline["batch_size"], headline["isl"], headline["osl"]) == (1, 8, 4)
-        # so small a model can take longer for one token than for four on a busy machine: such a cell is marked, not used
+        # on a busy machine one token of so small a model can take longer than four: the cell is marked, not used
         for name in ("ttft_ms", "tpot_ms", "out_tok_s"):
             assert (row[name] is None) == (headline["invalid"] is not None), name
     assert document["rows"][0]["verdict"] == "BASELINE"
