@@ -197,14 +197,16 @@ class _Stage:
         row = self.batches[0][:1]
         before = observe(model, row)
         outcome = self._find_scales(methods, model)
-        outcome.evidence |= check_after(model, before, row, self.tokenizer)
         enabled = quantizer.enabled_modules(model)
         if enabled != set(outcome.schemes):
             wrong = min(enabled ^ set(outcome.schemes))
             raise CoverageError(f"{wrong} is {'not ' if wrong in outcome.schemes else ''}quantized, against the plan",
                                 "This is a fault of the toolkit or of modelopt.")
-        if self.inspect is not None:
-            self.inspect(model)
+        # The weights lie on their grids already: rounding them again in every forward would only cost time.
+        with quantizer.disabled(model, quantizer.weight_quantizers(outcome.schemes)):
+            outcome.evidence |= check_after(model, before, row, self.tokenizer)
+            if self.inspect is not None:
+                self.inspect(model)
         self.report(Progress("export", 0, 1, "checkpoint"))
         if self.plan.layout == "modelopt":
             quantizer.export_unified(model, folder)

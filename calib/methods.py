@@ -93,10 +93,11 @@ def run_smooth(model: nn.Module, plan: CalibrationPlan, schemes: dict[str, Schem
         fold(model, family, amax, alpha)
         _round_unquantized(model, schemes)
         quantizer.recalibrate_weights(model, schemes)
+        quantizer.project_weights(model, schemes)
 
     def loss(alpha: float) -> float:
         apply(alpha)
-        with quantizer.disabled(model, kv):
+        with quantizer.disabled(model, [*kv, *quantizer.weight_quantizers(schemes)]):
             return mean_nll(model, choose)
 
     alphas = sorted(plan.recipe.alphas)
@@ -109,7 +110,6 @@ def run_smooth(model: nn.Module, plan: CalibrationPlan, schemes: dict[str, Schem
     if kv:
         quantizer.calibrate_kv(model, plan.attentions, batches, report)
     quantizer.check_scales(model, schemes, plan.attentions, plan.kv)
-    quantizer.project_weights(model, schemes)
     return best
 
 

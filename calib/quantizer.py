@@ -160,6 +160,10 @@ def kv_quantizers(attentions: Sequence[str]) -> list[str]:
     return [f"{attention}.{side}_bmm_quantizer" for attention in attentions for side in "kv"]
 
 
+def weight_quantizers(schemes: Mapping[str, Scheme]) -> list[str]:
+    return [f"{module}.weight_quantizer" for module in schemes]
+
+
 @contextlib.contextmanager
 def disabled(model: nn.Module, names: Sequence[str]) -> Iterator[None]:
     """The named quantizers let everything through inside this block."""
@@ -226,7 +230,7 @@ def project_weights(model: nn.Module, schemes: Mapping[str, Scheme]) -> None:
 
 def check_scales(model: nn.Module, schemes: Mapping[str, Scheme], attentions: Sequence[str], kv: Grid) -> None:
     """Every quantizer of the plan saw data: amax finite and > 0. CalibrationDataError names the module."""
-    names = [f"{module}.weight_quantizer" for module in schemes]
+    names = weight_quantizers(schemes)
     names += [f"{module}.input_quantizer" for module, scheme in schemes.items()
               if scheme.activation is not None and not scheme.activation.dynamic]
     if kv.quantized:
