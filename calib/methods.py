@@ -108,7 +108,8 @@ def run_smooth(model: nn.Module, plan: CalibrationPlan, schemes: dict[str, Schem
     best = min(alphas, key=lambda alpha: losses.get(alpha, 0.0))
     apply(best)
     if kv:
-        quantizer.calibrate_kv(model, plan.attentions, batches, report)
+        with quantizer.disabled(model, quantizer.weight_quantizers(schemes)):
+            quantizer.calibrate_kv(model, plan.attentions, batches, report)
     quantizer.check_scales(model, schemes, plan.attentions, plan.kv)
     return best
 
