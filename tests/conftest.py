@@ -1,8 +1,17 @@
-"""Fixtures that several rooms' tests share: a run's rows as records, and a home whose store holds them."""
+"""Fixtures that several rooms' tests share: a run's rows as records, and a home whose store holds them.
+
+Without a GPU, Triton's kernels run in its interpreter. The switch must be set before ``triton`` is imported anywhere in
+the process, and one test process runs tests of many rooms: so it stands here, above everything.
+"""
 
 import hashlib
+import os
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 from evals.report import Accuracy, Cell, Estimate, Row
 

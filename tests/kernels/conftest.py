@@ -1,20 +1,11 @@
-"""Kernel tests run for real on a GPU, and in Triton's interpreter where there is none.
-
-The switch must be set before ``triton`` is imported anywhere, so it stands here, above every test module.
-"""
+"""Kernel tests run for real on a GPU, and in Triton's interpreter (tests/conftest.py) where there is none."""
 
 from __future__ import annotations
-
-import os
-
-import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from engines.kernels.impl import DeviceFacts
 
