@@ -28,6 +28,7 @@ from toolkit.commands import (
     gate,
     generate,
     inspect,
+    jobs,
     plan,
     publish,
     quantize,
@@ -47,7 +48,7 @@ app = typer.Typer(name="toolkit", no_args_is_help=True, add_completion=False, ri
                   pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
                   help="Calibrate, build, judge, compare and release quantized LLM engines.")
 for module in (doctor, data, plan, quantize, build, inspect, verify, generate, evaluate, sweep, gate, run, runs,
-               publish, releases, ui):
+               publish, releases, jobs, ui):
     module.register(app)
 
 # typer has carried its own copy of click since 0.29 and depended on click before: take the class from where it is

@@ -41,7 +41,7 @@ def _article(kind: str) -> str:
 def resolve(name: str, home: Home, store: RunStore, *, offline: bool = False) -> Ref:
     """UnknownNameError, UsageError or NoRunError when the name stands for nothing here."""
     if name.startswith("alias:"):
-        return _alias(name, store)
+        return _alias(name, home, store)
     path = Path(name).expanduser()
     if path.exists():
         return _path(name, path)
@@ -61,14 +61,14 @@ def resolve(name: str, home: Home, store: RunStore, *, offline: bool = False) ->
     raise UnknownNameError("folder, digest, alias or model", name, known)
 
 
-def _alias(name: str, store: RunStore) -> Ref:
-    from toolkit.release import engine_of_alias
+def _alias(name: str, home: Home, store: RunStore) -> Ref:
+    from toolkit.unpacking import engine_of_alias
 
     alias = name.removeprefix("alias:")
     known = store.aliases(alias)
     if not known:
         raise UnknownNameError("alias", alias, [found.alias for found in store.aliases()])
-    return Ref(name, "engine", engine_of_alias(known[0].target, alias))
+    return Ref(name, "engine", engine_of_alias(known[0].target, alias, home.path / "released"))
 
 
 def _path(name: str, path: Path) -> Ref:
@@ -78,8 +78,6 @@ def _path(name: str, path: Path) -> Ref:
         raise UsageError(f"{path} is a file", "Give a folder, or a .gguf model.")
     if (path / MANIFEST).is_file():
         artifact = Artifact.open(path)
-        if artifact.kind == "release":
-            return Ref(name, "engine", artifact.path / "engine")
         return Ref(name, artifact.kind, artifact.path)
     config = path / "config.json"
     if not config.is_file():

@@ -1,84 +1,109 @@
-"""Release: an engine, its card and its evidence, copied into a folder that anybody can check.
+"""Release: an engine, its card and its evidence, copied to a target where anybody can check every byte.
 
-    TARGET/releases/<engine 12>-<verdict 12>/     an artifact of kind ``release``
-        README.md                                 the model card, with the measured table
-        engine/                                   the engine, byte for byte
-        evidence/{verdict,eval-report,latency-sweep}/
-    TARGET/aliases/<name>.json                    {"digest", "folder"}: one small file, replaced atomically
-    TARGET/audit.jsonl                            hash-chained log of what was published and where aliases went
+    TARGET/blobs/sha256/<hex>   each file, each release's record, each manifest: named by what it holds
+    TARGET/index.json           the releases, and which alias points at which: one small file, replaced last
+    TARGET/audit.jsonl          hash-chained log: what was published, where aliases went, who, when, why
 
-A release is made only with a PASS verdict for exactly this engine digest, and the newest verdict counts. The order is:
-copy, hash, re-read the copy, log, and last of all move the alias; a publish that is killed anywhere leaves the old
-alias pointing at the old release. Publishing copies, it never links.
+A release's digest is the sha256 of its OCI manifest, which names every file by sha256. A release is made only with a
+PASS verdict for exactly this engine digest under the policy that was named; an override needs a reason and stays
+marked in record, card, statement and log. The order is: copy blob by blob (one that is there is not copied again), read
+every blob back, log, and last of all move the alias. A publish that is killed anywhere leaves the old alias pointing
+at the old release, and goes on where it was when it is started again. Publishing copies, it never links.
 """
 
 from __future__ import annotations
 
-import fcntl
+import json
 import re
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import file_digest
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from calib.artifact import Artifact, ArtifactWriter, write_atomic
-from calib.errors import ArtifactError, UnknownNameError
+from calib.artifact import Artifact, canonical_json, sha256_hex
+from calib.errors import UnknownNameError
 from calib.progress import Progress, Report, silent
 from calib.scheme import Frozen
 from evals.report import Row, Verdict
+from toolkit import oci
 from toolkit.audit import GENESIS, AuditEntry, broken_link, next_entry
 from toolkit.errors import DamagedReleaseError, ReleaseError
 from toolkit.store import RunStore, StoredVerdict
+from toolkit.target import Target
 
-KIND, FORMAT = "release", 1
+AUDIT_FILE = "audit.jsonl"
+STATEMENT = "provenance.json"
 _ALIAS = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 
 
+class Approval(Frozen):
+    """Who let this release go, when and why. ``override``: there was no PASS, and this is why it went all the same."""
+
+    who: str
+    at: str
+    reason: str
+    override: str | None = None
+
+
 class ReleaseRecord(Frozen):
-    """What a release claims: this engine, judged so, with these figures, made from this data."""
+    """What a release claims: this engine, judged so, with these figures, made from this data, let go by this person."""
 
     name: str
     engine_digest: str
-    verdict_digest: str
-    verdict: Verdict
+    checkpoint_digest: str
+    verdict_digest: str | None
+    verdict: Verdict | None
     row: Row
     licences: dict[str, str]
+    parts: list[str]
+    approval: Approval
 
+    @property
+    def word(self) -> str:
+        """The verdict as it is shown, with the mark of an override."""
+        word = self.verdict.word if self.verdict else "NOT JUDGED"
+        return f"{word} (override)" if self.approval.override else word
 
-class AliasRecord(Frozen):
-    digest: str
-    folder: str
+    @property
+    def identity(self) -> tuple[str, str | None, str | None, tuple[str, ...]]:
+        """Two releases with the same are the same release."""
+        return self.engine_digest, self.verdict_digest, self.approval.override, tuple(self.parts)
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """An opened release and the aliases that name it."""
+    """One release of a target and the aliases that name it now."""
 
     digest: str
-    path: Path
-    engine_digest: str
-    name: str
-    verdict: str
+    record: ReleaseRecord
+    manifest: oci.Manifest
     created: str
     aliases: tuple[str, ...] = ()
 
+    @property
+    def size_bytes(self) -> int:
+        return sum(layer.size for layer in self.manifest.layers)
+
     def as_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"path": str(self.path), "aliases": list(self.aliases)}
+        return {"digest": self.digest, "name": self.record.name, "engine_digest": self.record.engine_digest,
+                "verdict": self.record.word, "approval": self.record.approval.model_dump(), "created": self.created,
+                "size_bytes": self.size_bytes, "files": len(self.manifest.layers), "aliases": list(self.aliases)}
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
-    """What ``verify_releases`` found; ``faults`` empty means that all is as it was released."""
+class Bundle:
+    """What is to be released: the record, artifacts by their folder in the release, and small texts by name.
 
-    releases: int
-    files: int
-    bytes: int
-    audit_head: str
-    faults: list[str]
+    ``statement``: called with {path: sha256} of all files and the audit log's head, returns the files that say so.
+    """
+
+    record: ReleaseRecord
+    artifacts: Mapping[str, Artifact]
+    texts: Mapping[str, str]
+    statement: Any = None
 
 
 def passing_verdict(store: RunStore, engine_digest: str, policy_sha256: str | None) -> StoredVerdict:
@@ -90,196 +115,184 @@ def passing_verdict(store: RunStore, engine_digest: str, policy_sha256: str | No
                            "Judge it first: toolkit gate ENGINE --baseline REF --policy FILE")
     if found.verdict.word != "PASS":
         raise ReleaseError(f"engine {engine_digest[:12]} has the verdict {found.verdict.word}{under}: "
-                           f"{found.verdict.reason}", "Only an engine whose newest verdict is PASS is released.")
+                           f"{found.verdict.reason}", "Only an engine whose newest verdict is PASS is released; "
+                           "--override with a --reason marks an exception for ever.")
     return found
 
 
-def publish(store: RunStore, engine_path: Path, target: Path, alias: str, *, evidence: dict[str, Artifact],
-            row: Row, card: str, name: str, licences: dict[str, str], policy_sha256: str | None = None,
-            report: Report = silent) -> Release:
-    """Release the engine at ``engine_path`` into the folder ``target`` and let ``alias`` name it.
-
-    ``evidence`` maps names to artifacts that are copied along. Publishing the same engine and verdict again makes no
-    second copy: it checks the one that is there and moves the alias.
-    """
+def check_alias(alias: str) -> None:
     if not _ALIAS.fullmatch(alias):
         raise ReleaseError(f"alias {alias!r} is not a name", "Use lower-case letters, digits, '.', '_' and '-'.")
-    engine = Artifact.open(engine_path, "engine")
-    verdict = passing_verdict(store, engine.digest, policy_sha256)
-    record = ReleaseRecord(name=name, engine_digest=engine.digest, verdict_digest=verdict.digest,
-                           verdict=verdict.verdict, row=row, licences=licences)
-    place = target.absolute() / "releases" / f"{engine.digest[:12]}-{verdict.digest[:12]}"
-    target.mkdir(parents=True, exist_ok=True)
-    with _lock(target):
-        artifact = _existing(place) or _write(place, record, engine, evidence | {
-            "verdict": Artifact.open(verdict.path, "verdict")}, card, report)
-        _check_copy(artifact, engine, report)
-        log = read_audit(target)
-        if not any(entry.action == "publish" and entry.subject == artifact.digest for entry in log):
-            _append(target, log, "publish", artifact.digest, {"engine": engine.digest, "verdict": verdict.digest,
-                                                              "policy": verdict.verdict.policy})
-        _append(target, log, "alias", alias, {"digest": artifact.digest})
-        aliases = target / "aliases"
-        aliases.mkdir(exist_ok=True)
-        write_atomic(aliases / f"{alias}.json", AliasRecord(
-            digest=artifact.digest, folder=place.name).model_dump_json().encode())
-    store.remember(artifact)
-    store.set_alias(target, alias, artifact.digest, engine.digest)
-    store.log("publish", artifact.digest, alias=alias, engine=engine.digest, target=str(target.absolute()))
-    return _release(artifact, (alias,))
 
 
-@contextmanager
-def _lock(target: Path) -> Iterator[None]:
-    with (target / ".lock").open("wb") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            raise ReleaseError(f"another process is publishing to {target}", "Wait for it.") from error
-        yield
+def publish(store: RunStore, target: Target, bundle: Bundle, alias: str, report: Report = silent) -> Release:
+    """Copy the bundle to the target, check the copy, and let ``alias`` name it.
+
+    Publishing the same engine, verdict and parts again makes no second release: the one that is there is checked.
+    """
+    check_alias(alias)
+    record = bundle.record
+    with target.lock() as still_here:
+        index, log = read_index(target), read_audit(target)
+        known = next((found for found in list_releases(target) if found.record.identity == record.identity), None)
+        if known is None:
+            manifest = _copy(target, bundle, log[-1].hash if log else GENESIS, still_here, report)
+            known = Release(sha256_hex(manifest.to_bytes()), record, manifest, record.approval.at)
+        check_copy(target, known, still_here, report)
+        if not any(entry.action == "publish" and entry.subject == known.digest for entry in log):
+            append_audit(target, log, "publish", known.digest, _published(record))
+        index = index.listing(_entry(known))
+        target.write(oci.INDEX_FILE, index.to_bytes())
+        move_alias(target, index, log, alias, known, "alias", record.approval.who, record.approval.reason)
+    store.set_alias(target.name, alias, known.digest, record.engine_digest)
+    store.log("publish", known.digest, alias=alias, engine=record.engine_digest, target=target.name,
+              who=record.approval.who, reason=record.approval.reason)
+    names = tuple(sorted({*known.aliases, alias}))
+    return Release(known.digest, known.record, known.manifest, known.created, names)
 
 
-def _existing(place: Path) -> Artifact | None:
-    return Artifact.open(place, KIND, FORMAT) if place.exists() else None
+def _published(record: ReleaseRecord) -> dict[str, str]:
+    detail = {"engine": record.engine_digest, "verdict": record.verdict_digest or "", "verdict_word": record.word,
+              "policy": record.verdict.policy if record.verdict else "", **record.approval.model_dump(
+                  exclude={"at"}, exclude_none=True)}
+    return {name: value for name, value in detail.items() if value}
 
 
-def _write(place: Path, record: ReleaseRecord, engine: Artifact, evidence: dict[str, Artifact], card: str,
-           report: Report) -> Artifact:
-    copies = [("engine", engine), *((f"evidence/{name}", artifact) for name, artifact in sorted(evidence.items()))]
-    total = sum(artifact.size_bytes for _, artifact in copies) / 1e6
-    done = 0.0
-    with ArtifactWriter(place, KIND, FORMAT, [engine.digest, *(evidence[name].digest for name in sorted(evidence))]
-                        ) as writer:
-        writer.record = record.model_dump(mode="json")
-        (writer.folder / "README.md").write_text(card, encoding="utf-8")
-        for name, artifact in copies:
-            report(Progress("copy", round(done, 1), round(total, 1), "MB", name))
-            shutil.copytree(artifact.path, writer.folder / name, symlinks=True)
-            done += artifact.size_bytes / 1e6
-        report(Progress("copy", round(total, 1), round(total, 1), "MB"))
-    assert writer.artifact is not None
-    return writer.artifact
+def _copy(target: Target, bundle: Bundle, head: str, still_here: Any, report: Report) -> oci.Manifest:
+    """Write every blob that is not there yet; returns the manifest, whose blob is written last."""
+    files: list[tuple[str, Path]] = [
+        (f"{folder}/{path.relative_to(artifact.path).as_posix()}", path) for folder, artifact in
+        sorted(bundle.artifacts.items()) for path in sorted(artifact.path.rglob("*")) if path.is_file()]
+    total = sum(path.stat().st_size for _, path in files) / 1e6
+    layers, done = [], 0.0
+    for name, path in files:
+        report(Progress("copy", round(done, 1), round(total, 1), "MB", name))
+        layers.append(_put_file(target, name, path))
+        still_here()
+        done += layers[-1].size / 1e6
+    report(Progress("copy", round(total, 1), round(total, 1), "MB"))
+    texts = dict(bundle.texts)
+    layers += [_put_bytes(target, text.encode(), oci.FILE_TYPE, title=name) for name, text in sorted(texts.items())]
+    if bundle.statement is not None:
+        said = bundle.statement({layer.annotations[oci.TITLE]: layer.hex for layer in layers}, head)
+        layers += [_put_bytes(target, content, oci.FILE_TYPE, title=name) for name, content in sorted(said.items())]
+    config = _put_bytes(target, canonical_json(bundle.record.model_dump(mode="json")), oci.CONFIG_TYPE)
+    manifest = oci.Manifest(config=config, layers=layers, annotations={oci.CREATED: bundle.record.approval.at})
+    _put_bytes(target, manifest.to_bytes(), oci.MANIFEST_TYPE)
+    return manifest
 
 
-def _check_copy(artifact: Artifact, engine: Artifact, report: Report) -> None:
-    """The copy is read back and hashed before anything points at it."""
-    report(Progress("check", 0, 1, "release"))
-    copied = Artifact.open(artifact.path / "engine", "engine")
-    changed = [*artifact.verify(), *copied.verify()]
-    if changed or copied.digest != engine.digest:
-        raise DamagedReleaseError(f"{artifact.path}: {changed[0] if changed else 'engine'} differs from what was "
-                                  "written", "Check the disk, remove the folder and publish again.")
-    report(Progress("check", 1, 1, "release"))
+def _put_file(target: Target, name: str, path: Path) -> oci.Descriptor:
+    with path.open("rb") as file:
+        hexed = file_digest(file, "sha256").hexdigest()
+    size = path.stat().st_size
+    found = oci.Descriptor(mediaType=oci.FILE_TYPE, digest=f"sha256:{hexed}", size=size,
+                           annotations={oci.TITLE: name})
+    if target.size(found.blob) != size:
+        target.put(path, found.blob)
+    return found
 
 
-# the folder's own records
+def _put_bytes(target: Target, data: bytes, media_type: str, **annotations: str) -> oci.Descriptor:
+    found = oci.descriptor(data, media_type, **annotations)
+    if target.size(found.blob) != found.size:
+        target.write(found.blob, data)
+    return found
 
 
-def read_audit(target: Path) -> list[AuditEntry]:
+def check_copy(target: Target, release: Release, still_here: Any, report: Report) -> None:
+    """Every blob is read back and hashed before anything points at the release."""
+    blobs = {entry.hex: entry for entry in (*release.manifest.layers, release.manifest.config)}
+    for number, entry in enumerate(blobs.values()):
+        report(Progress("check", number, len(blobs), "file", entry.annotations.get(oci.TITLE, "record")))
+        if target.size(entry.blob) != entry.size or target.sha256(entry.blob) != entry.hex:
+            raise DamagedReleaseError(f"{entry.annotations.get(oci.TITLE, 'record')} in {target.name} differs from "
+                                      "what was written", f"Check the disk, remove {entry.blob} and publish again.")
+        still_here()
+    report(Progress("check", len(blobs), len(blobs), "file"))
+
+
+# the target's own records
+
+
+def read_index(target: Target) -> oci.Index:
+    """DamagedReleaseError when it is no index."""
+    content = target.read(oci.INDEX_FILE)
+    try:
+        return oci.Index.model_validate_json(content) if content is not None else oci.Index()
+    except ValidationError as error:
+        raise DamagedReleaseError(f"{oci.INDEX_FILE} in {target.name} is no OCI index",
+                                  "Somebody changed it; take it from a copy.") from error
+
+
+def read_audit(target: Target) -> list[AuditEntry]:
     """The log, oldest first; DamagedReleaseError names the line that breaks it."""
-    path = target / "audit.jsonl"
-    lines = path.read_bytes().splitlines() if path.is_file() else []
     entries = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate((target.read(AUDIT_FILE) or b"").splitlines(), 1):
         try:
             entries.append(AuditEntry.model_validate_json(line))
         except ValidationError as error:
-            raise DamagedReleaseError(f"{path} line {number} is no log entry", "Somebody changed the log.") from error
+            raise DamagedReleaseError(f"{AUDIT_FILE} line {number} in {target.name} is no log entry",
+                                      "Somebody changed the log.") from error
     if (at := broken_link(entries)) is not None:
-        raise DamagedReleaseError(f"{path} is broken at entry {at}", "Somebody changed the log.")
+        raise DamagedReleaseError(f"{AUDIT_FILE} in {target.name} is broken at entry {at}", "Somebody changed the log.")
     return entries
 
 
-def _append(target: Path, log: list[AuditEntry], action: str, subject: str, detail: dict[str, str]) -> None:
+def append_audit(target: Target, log: list[AuditEntry], action: str, subject: str, detail: dict[str, str]) -> None:
     log.append(next_entry(log[-1] if log else None, action, subject, detail))
-    write_atomic(target / "audit.jsonl", b"".join(entry.model_dump_json().encode() + b"\n" for entry in log))
+    target.write(AUDIT_FILE, b"".join(entry.model_dump_json().encode() + b"\n" for entry in log))
 
 
-def read_aliases(target: Path) -> dict[str, AliasRecord]:
-    found = {}
-    for path in sorted((target / "aliases").glob("*.json")):
-        try:
-            found[path.stem] = AliasRecord.model_validate_json(path.read_bytes())
-        except ValidationError as error:
-            raise DamagedReleaseError(f"{path} is no alias", "Somebody changed it; publish again.") from error
-    return found
+def move_alias(target: Target, index: oci.Index, log: list[AuditEntry], alias: str, release: Release, action: str,
+               who: str, reason: str) -> None:
+    """Log, then replace the index: the last thing that happens. Call it with the target's lock held."""
+    before = index.aliases().get(alias, "")
+    detail = {"digest": release.digest, "from": before, "who": who, "reason": reason}
+    append_audit(target, log, action, alias, {name: value for name, value in detail.items() if value})
+    if target.read(oci.LAYOUT_FILE) is None:
+        target.write(oci.LAYOUT_FILE, oci.LAYOUT)
+    target.write(oci.INDEX_FILE, index.pointing(alias, _entry(release)).to_bytes())
 
 
-def engine_of_alias(target: Path, alias: str) -> Path:
-    """The engine folder that an alias names."""
-    aliases = read_aliases(target)
-    if alias not in aliases:
-        raise UnknownNameError("alias", alias, aliases)
-    record = aliases[alias]
-    release = Artifact.open(target / "releases" / Path(record.folder).name, KIND, FORMAT)
-    if release.digest != record.digest:
-        raise DamagedReleaseError(f"alias {alias} names {record.digest[:12]}, its folder holds {release.digest[:12]}",
+def _entry(release: Release) -> oci.Descriptor:
+    found = oci.descriptor(release.manifest.to_bytes(), oci.MANIFEST_TYPE, created=release.created)
+    return found.model_copy(update={"artifact_type": oci.ARTIFACT_TYPE})
+
+
+def open_release(target: Target, entry: oci.Descriptor, aliases: Sequence[str] = ()) -> Release:
+    """DamagedReleaseError when manifest or record are missing or are not what their names say."""
+    manifest = _parsed(target, entry, oci.Manifest)
+    record = _parsed(target, manifest.config, ReleaseRecord)
+    return Release(entry.hex, record, manifest, entry.annotations.get(oci.CREATED, ""), tuple(sorted(aliases)))
+
+
+def _parsed(target: Target, entry: oci.Descriptor, kind: Any) -> Any:
+    content = target.read(entry.blob)
+    if content is None or sha256_hex(content) != entry.hex:
+        raise DamagedReleaseError(f"{entry.blob} in {target.name} is {'missing' if content is None else 'changed'}",
                                   "Run `toolkit releases verify`.")
-    return release.path / "engine"
+    try:
+        return kind.model_validate(json.loads(content))
+    except (ValueError, ValidationError) as error:
+        raise DamagedReleaseError(f"{entry.blob} in {target.name} is no {kind.__name__}",
+                                  "It was written by another version of the toolkit.") from error
 
 
-def _release(artifact: Artifact, aliases: tuple[str, ...]) -> Release:
-    record = ReleaseRecord.model_validate(artifact.record)
-    return Release(artifact.digest, artifact.path, record.engine_digest, record.name, record.verdict.word,
-                   artifact.manifest.created, aliases)
-
-
-def _folders(target: Path) -> list[Path]:
-    if not target.is_dir():
-        raise ReleaseError(f"there is no folder {target}", "Give the folder that `toolkit publish --to` wrote.")
-    return sorted(path for path in (target / "releases").glob("*") if path.is_dir() and not path.name.startswith("."))
-
-
-def list_releases(target: Path) -> list[Release]:
-    """All releases of a folder, newest first, each with the aliases that name it now."""
-    aliases = read_aliases(target)
-    found = []
-    for path in _folders(target):
-        artifact = Artifact.open(path, KIND, FORMAT)
-        names = tuple(name for name, record in aliases.items() if record.digest == artifact.digest)
-        found.append(_release(artifact, names))
+def list_releases(target: Target) -> list[Release]:
+    """All releases of a target, newest first, each with the aliases that name it now."""
+    index = read_index(target)
+    names: dict[str, list[str]] = {}
+    for alias, digest in index.aliases().items():
+        names.setdefault(digest, []).append(alias)
+    found = [open_release(target, entry, names.get(digest, ())) for digest, entry in index.releases().items()]
     return sorted(found, key=lambda release: release.created, reverse=True)
 
 
-def verify_releases(target: Path, report: Report = silent) -> Outcome:
-    """Re-hash every file of every release and engine, follow the log, compare the aliases with it."""
-    folders = _folders(target)
-    faults: list[str] = []
-    files = size = 0
-    digests = set()
-    for number, path in enumerate(folders):
-        report(Progress("verify", number, len(folders), "release", path.name))
-        try:
-            artifact = Artifact.open(path, KIND, FORMAT)
-            faults += [f"{path / name} was changed after release" for name in artifact.verify()]
-            engine = Artifact.open(path / "engine", "engine")
-            if engine.digest != ReleaseRecord.model_validate(artifact.record).engine_digest:
-                faults.append(f"{path} holds engine {engine.digest[:12]}, not the one it was judged for")
-        except ArtifactError as error:
-            faults.append(error.message)
-            continue
-        digests.add(artifact.digest)
-        files, size = files + len(artifact.manifest.files), size + artifact.size_bytes
-    report(Progress("verify", len(folders), len(folders), "release"))
-    head = _verify_log(target, digests, faults)
-    return Outcome(len(folders), files, size, head, faults)
-
-
-def _verify_log(target: Path, digests: set[str], faults: list[str]) -> str:
-    try:
-        log = read_audit(target)
-        aliases = read_aliases(target)
-    except DamagedReleaseError as error:
-        faults.append(error.message)
-        return GENESIS
-    faults += [f"the log names release {entry.subject[:12]}, which is not there"
-               for entry in log if entry.action == "publish" and entry.subject not in digests]
-    logged = {entry.subject for entry in log if entry.action == "publish"}
-    faults += [f"release {digest[:12]} is not in the log" for digest in sorted(digests - logged)]
-    last = {entry.subject: entry.detail["digest"] for entry in log if entry.action == "alias"}
-    for name in sorted(set(last) | set(aliases)):
-        points = aliases[name].digest if name in aliases else None
-        if points != last.get(name):
-            faults.append(f"alias {name} names {(points or 'nothing')[:12]}, its log says "
-                          f"{last.get(name, 'nothing')[:12]}: a publish was interrupted, or the alias was changed")
-    return log[-1].hash if log else GENESIS
+def release_of_alias(target: Target, alias: str) -> Release:
+    """UnknownNameError with the near match when no alias is called so."""
+    index = read_index(target)
+    aliases = index.aliases()
+    if alias not in aliases:
+        raise UnknownNameError("alias", alias, aliases)
+    return open_release(target, index.releases()[aliases[alias]], [alias])

@@ -38,6 +38,8 @@ _COMMON = [
         bool, typer.Option("--quiet", "-q", help="Print ids only.", rich_help_panel="Common options")]),
     inspect.Parameter("offline", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[
         bool, typer.Option("--offline", help="Never touch the network.", rich_help_panel="Common options")]),
+    inspect.Parameter("recorded_as", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[
+        str | None, typer.Option("--recorded-as", help="Record progress under this job.", hidden=True)]),
 ]
 
 
@@ -49,6 +51,7 @@ class Session:
     as_json: bool = False
     quiet: bool = False
     offline: bool = False
+    job: str | None = None
 
     def show(self, document: Any, ids: list[str], *parts: RenderableType) -> None:
         """The verb's result: ``document`` for --json, ``ids`` for -q, ``parts`` (rich) for people."""
@@ -64,10 +67,13 @@ class Session:
                 console.print(part, markup=False)
 
     def watch(self) -> Watcher:
-        """Progress on stderr, as a context manager whose value is a ``calib.progress.Report``."""
-        from toolkit.console import Watcher
+        """Progress on stderr, as a context manager whose value is a ``calib.progress.Report``.
 
-        return Watcher(quiet=self.quiet)
+        Work that watches is in the job table too: under its own id, or the one that started it.
+        """
+        from toolkit.recording import watcher
+
+        return watcher(self.home, self.quiet, self.job)
 
 
 def verb(app: typer.Typer, name: str, **settings: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -81,7 +87,7 @@ def verb(app: typer.Typer, name: str, **settings: Any) -> Callable[[Callable[...
             if values["as_json"] and values["quiet"]:
                 raise UsageError("--json and --quiet exclude each other", "Give one of them.")
             session = Session(find_home(values.pop("home"), os.environ.get("TOOLKIT_HOME")), values.pop("as_json"),
-                              values.pop("quiet"), values.pop("offline"))
+                              values.pop("quiet"), values.pop("offline"), values.pop("recorded_as"))
             function(session, **values)
 
         keyword = [part.replace(kind=inspect.Parameter.KEYWORD_ONLY) for part in own]

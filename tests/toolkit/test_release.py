@@ -9,11 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from calib.artifact import Artifact, ArtifactWriter
+from calib.artifact import Artifact, ArtifactWriter, sha256_hex
+from calib.errors import UnknownNameError
 from evals.report import Verdict
-from toolkit import release
-from toolkit.errors import DamagedReleaseError, ReleaseError
+from toolkit import history, oci, provenance, release, unpacking
+from toolkit.errors import DamagedReleaseError, ReleaseError, UsageError
 from toolkit.store import RunStore
+from toolkit.target import FolderTarget, open_target
+from toolkit.verifying import verify_releases
+
+AT = "2026-11-29T20:00:00+00:00"
 
 
 def engine(folder, content=b"weights"):
@@ -25,70 +30,126 @@ def engine(folder, content=b"weights"):
     return writer.artifact
 
 
-def judged(store, folder, digest, word="PASS"):
+def judged(store, folder, digest, word="PASS", policy="a"):
     found = Verdict(word=word, reason="ΔNLL +0.0144 is below 0.05", reasons=[], candidate_digest=digest,
-                    baseline_digest="b" * 64, policy="demo", policy_sha256="a" * 64)
+                    baseline_digest="b" * 64, policy="demo", policy_sha256=policy * 64)
     with ArtifactWriter(folder, "verdict") as writer:
         writer.record = found.model_dump(mode="json")
     store.add_verdict(writer.artifact, found)
+    return store.verdict_of(digest)
+
+
+def bundle_of(made, verdict, row, override=None, reason="passed"):
+    record = release.ReleaseRecord(
+        name="tiny", engine_digest=made.digest, checkpoint_digest="c" * 64, verdict_digest=verdict.digest,
+        verdict=verdict.verdict, row=row, licences={}, parts=["engine"],
+        approval=release.Approval(who="ada", at=AT, reason=reason, override=override))
+
+    def said(files, head):
+        return provenance.as_files(provenance.statement(record, files, head, {"device": "cpu"}, {}, {}))
+
+    return release.Bundle(record, {"engine": made, "evidence/verdict": Artifact.open(verdict.path, "verdict")},
+                          {"README.md": "# card\n"}, said)
 
 
 @pytest.fixture
 def shop(tmp_path, report_rows):
+    """(store, engine, publish, folder); ``publish`` judges PASS first unless told otherwise."""
     with RunStore(tmp_path / "toolkit.db") as store:
         made = engine(tmp_path / "engine")
-        row = report_rows[2].model_copy(update={"engine_digest": made.digest})
+        count = iter(range(100))
 
-        def publish(path=made.path, alias="production", **changes):
-            settings = {"evidence": {}, "row": row, "card": "# card\n", "name": "tiny", "licences": {}} | changes
-            return release.publish(store, path, tmp_path / "out", alias, **settings)
+        def publish(artifact=made, alias="production", word="PASS", target=None, **changes):
+            verdict = store.verdict_of(artifact.digest) or judged(store, tmp_path / f"v{next(count)}", artifact.digest,
+                                                                  word)
+            row = report_rows[2].model_copy(update={"engine_digest": artifact.digest})
+            return release.publish(store, target or FolderTarget(tmp_path / "out"),
+                                   bundle_of(artifact, verdict, row, **changes), alias)
         yield store, made, publish, tmp_path
 
 
-def test_without_a_verdict_nothing_is_released(shop):
-    _, _, publish, tmp_path = shop
+def target_of(tmp_path):
+    return FolderTarget(tmp_path / "out")
+
+
+def test_without_a_verdict_nothing_may_be_released(shop):
+    store, made, _, _ = shop
     with pytest.raises(ReleaseError, match="has no verdict"):
-        publish()
-    assert not (tmp_path / "out").exists()
+        release.passing_verdict(store, made.digest, None)
 
 
 @pytest.mark.parametrize("word", ["FAIL", "INCONCLUSIVE", "ANOMALOUS"])
-def test_only_pass_is_released(shop, word):
-    store, made, publish, tmp_path = shop
+def test_only_pass_may_be_released(shop, word):
+    store, made, _, tmp_path = shop
     judged(store, tmp_path / "v", made.digest, word)
     with pytest.raises(ReleaseError, match=word):
-        publish()
-    assert not (tmp_path / "out").exists()
+        release.passing_verdict(store, made.digest, None)
 
 
-def test_a_verdict_on_another_engine_does_not_count(shop):
-    store, _, publish, tmp_path = shop
+def test_a_pass_under_another_policy_or_on_another_engine_does_not_count(shop):
+    store, made, _, tmp_path = shop
     judged(store, tmp_path / "v", engine(tmp_path / "other", b"others").digest)
-    with pytest.raises(ReleaseError, match="has no verdict"):
-        publish()
+    judged(store, tmp_path / "w", made.digest, policy="d")
+    with pytest.raises(ReleaseError, match="no verdict under this policy"):
+        release.passing_verdict(store, made.digest, "a" * 64)
+    assert release.passing_verdict(store, made.digest, "d" * 64).verdict.word == "PASS"
 
 
-def test_a_release_is_a_whole_copy_with_card_and_evidence(shop):
-    store, made, publish, tmp_path = shop
-    judged(store, tmp_path / "v", made.digest)
+def test_a_release_is_a_whole_copy_in_an_oci_layout(shop):
+    _, made, publish, tmp_path = shop
     done = publish()
-    assert Artifact.open(done.path / "engine", "engine").digest == made.digest
-    assert not (done.path / "engine" / "weights" / "layer0.bin").samefile(made.path / "weights" / "layer0.bin")
-    assert (done.path / "README.md").read_text() == "# card\n"
-    assert Artifact.open(done.path / "evidence" / "verdict", "verdict").record["word"] == "PASS"
-    assert release.engine_of_alias(tmp_path / "out", "production") == done.path / "engine"
-    [listed] = release.list_releases(tmp_path / "out")
-    assert (listed.digest, listed.aliases, listed.verdict) == (done.digest, ("production",), "PASS")
-    assert release.verify_releases(tmp_path / "out").faults == []
+    out = tmp_path / "out"
+    assert json.loads((out / "oci-layout").read_text()) == {"imageLayoutVersion": "1.0.0"}
+    index = json.loads((out / "index.json").read_text())
+    assert index["schemaVersion"] == 2
+    named = [entry for entry in index["manifests"] if entry.get("annotations", {}).get(oci.REF_NAME) == "production"]
+    assert [entry["digest"] for entry in named] == [f"sha256:{done.digest}"]
+    manifest = json.loads((out / "blobs" / "sha256" / done.digest).read_text())
+    assert manifest["mediaType"] == oci.MANIFEST_TYPE
+    assert {layer["annotations"][oci.TITLE] for layer in manifest["layers"]} == {
+        "engine/manifest.json", "engine/timings.json", "engine/weights/layer0.bin", "evidence/verdict/manifest.json",
+        "README.md", "provenance.json"}
+    for blob in (out / "blobs" / "sha256").iterdir():
+        assert sha256_hex(blob.read_bytes()) == blob.name
+        assert not blob.samefile(made.path / "weights" / "layer0.bin")
+    outcome = verify_releases(target_of(tmp_path))
+    assert (outcome.faults, outcome.notes, outcome.releases, outcome.files) == ([], [], 1, 6)
 
 
-def test_publishing_again_makes_no_second_copy(shop):
-    store, made, publish, tmp_path = shop
-    judged(store, tmp_path / "v", made.digest)
-    first = publish()
-    second = publish(alias="canary")
-    assert (first.digest, first.path) == (second.digest, second.path)
-    assert release.list_releases(tmp_path / "out")[0].aliases == ("canary", "production")
+def test_the_statement_names_every_file_and_the_logs_head(shop):
+    _, _, publish, tmp_path = shop
+    publish()
+    done = publish(engine(tmp_path / "newer", b"newer"))
+    target = target_of(tmp_path)
+    said = json.loads(target.read(done.manifest.files()["provenance.json"].blob))
+    assert said["_type"] == "https://in-toto.io/Statement/v1"
+    subjects = {subject["name"] for subject in said["subject"]}
+    assert subjects == set(done.manifest.files()) - {"provenance.json"}
+    log = release.read_audit(target)
+    assert [entry.action for entry in log] == ["publish", "alias", "publish", "alias"]
+    assert said["predicate"]["runDetails"]["metadata"]["auditHead"] == log[1].hash
+    assert said["predicate"]["runDetails"]["approval"]["who"] == "ada"
+
+
+def test_what_an_alias_names_is_unpacked_once_and_is_the_engine(shop):
+    _, made, publish, tmp_path = shop
+    publish()
+    place = unpacking.engine_of_alias(tmp_path / "out", "production", tmp_path / "cache")
+    assert Artifact.open(place, "engine").digest == made.digest
+    assert Artifact.open(place, "engine").verify() == []
+    before = (place / "weights" / "layer0.bin").stat().st_mtime_ns
+    assert unpacking.engine_of_alias(tmp_path / "out", "production", tmp_path / "cache") == place
+    assert (place / "weights" / "layer0.bin").stat().st_mtime_ns == before
+    with pytest.raises(UnknownNameError, match="productoin"):
+        unpacking.engine_of_alias(tmp_path / "out", "productoin", tmp_path / "cache")
+
+
+def test_publishing_again_makes_no_second_release(shop):
+    _, _, publish, tmp_path = shop
+    first, second = publish(), publish(alias="canary")
+    assert first.digest == second.digest
+    [listed] = release.list_releases(target_of(tmp_path))
+    assert listed.aliases == ("canary", "production")
 
 
 def flip(path):
@@ -98,34 +159,82 @@ def flip(path):
 
 
 @pytest.mark.parametrize("name", ["engine/weights/layer0.bin", "engine/timings.json", "engine/manifest.json",
-                                  "README.md", "evidence/verdict/manifest.json", "manifest.json"])
+                                  "README.md", "evidence/verdict/manifest.json", "provenance.json", "manifest",
+                                  "config"])
 def test_one_flipped_byte_is_found(shop, name):
-    store, made, publish, tmp_path = shop
-    judged(store, tmp_path / "v", made.digest)
-    flip(publish().path / name)
-    assert release.verify_releases(tmp_path / "out").faults != []
-
-
-def test_a_changed_log_and_a_moved_alias_are_found(shop):
-    store, made, publish, tmp_path = shop
-    judged(store, tmp_path / "v", made.digest)
-    publish()
-    alias = tmp_path / "out" / "aliases" / "production.json"
-    whole = alias.read_text()
-    alias.write_text(json.dumps({"digest": "d" * 64, "folder": "elsewhere"}))
-    assert "alias production" in release.verify_releases(tmp_path / "out").faults[0]
-    alias.write_text(whole)
-    flip(tmp_path / "out" / "audit.jsonl")
-    assert "audit.jsonl" in release.verify_releases(tmp_path / "out").faults[0]
-
-
-def test_an_alias_cannot_lead_out_of_its_folder(shop):
-    store, made, publish, tmp_path = shop
-    judged(store, tmp_path / "v", made.digest)
+    _, _, publish, tmp_path = shop
     done = publish()
-    alias = tmp_path / "out" / "aliases" / "production.json"
-    alias.write_text(json.dumps({"digest": done.digest, "folder": f"../../{done.path.name}"}))
-    assert release.engine_of_alias(tmp_path / "out", "production").is_relative_to(tmp_path / "out" / "releases")
+    files = done.manifest.files()
+    blob = {"manifest": f"{oci.BLOBS}/{done.digest}", "config": done.manifest.config.blob}.get(name) or files[name].blob
+    flip(tmp_path / "out" / blob)
+    faults = verify_releases(target_of(tmp_path)).faults
+    assert faults
+    assert name not in files or any(name in fault for fault in faults)
+
+
+def test_a_changed_log_a_moved_alias_and_a_cut_log_are_found(shop):
+    _, _, publish, tmp_path = shop
+    old, target = publish(), target_of(tmp_path)
+    publish(engine(tmp_path / "newer", b"newer"))
+    index, log = (tmp_path / "out" / name for name in ("index.json", "audit.jsonl"))
+    whole = index.read_bytes()
+    found = release.read_index(target)
+    index.write_bytes(found.pointing("production", found.releases()[old.digest]).to_bytes())
+    assert "alias production" in verify_releases(target).faults[0]
+    index.write_bytes(whole)
+    lines = log.read_bytes().splitlines(keepends=True)
+    log.write_bytes(b"".join(lines[:1]))
+    assert any("has lost the entry" in fault for fault in verify_releases(target).faults)
+    log.write_bytes(b"".join(lines))
+    assert verify_releases(target).faults == []
+    flip(log)
+    assert any("audit.jsonl" in fault for fault in verify_releases(target).faults)
+
+
+def test_an_override_is_marked_everywhere(shop):
+    _, _, publish, tmp_path = shop
+    done = publish(word="FAIL", override="customer asked, on record")
+    assert done.record.word == "FAIL (override)"
+    assert release.list_releases(target_of(tmp_path))[0].as_dict()["verdict"] == "FAIL (override)"
+    [entry] = [entry for entry in release.read_audit(target_of(tmp_path)) if entry.action == "publish"]
+    assert entry.detail["override"] == "customer asked, on record"
+    assert entry.detail["verdict_word"] == "FAIL (override)"
+
+
+def test_rollback_moves_the_alias_and_history_says_who_when_why(shop, monkeypatch):
+    store, _, publish, tmp_path = shop
+    moments = iter(f"2026-11-2{day}T12:00:00+00:00" for day in range(1, 9))
+    monkeypatch.setattr("toolkit.audit.now", lambda: next(moments))
+    first = publish()
+    second = publish(engine(tmp_path / "newer", b"newer"))
+    target = target_of(tmp_path)
+    back = history.roll_back(store, target, "production", "grace", "p99 doubled")
+    assert back.digest == first.digest
+    assert release.release_of_alias(target, "production").digest == first.digest
+    log = release.read_audit(target)
+    last = history.moves(log, "production")[-1]
+    assert (last.action, last.who, last.reason, last.before) == ("rollback", "grace", "p99 doubled", second.digest)
+    held = history.as_of(log, history.parse_moment(history.moves(log)[1].at))
+    assert held["production"].digest == second.digest
+    assert history.as_of(log, history.parse_moment("2026-11-01")) == {}
+    assert verify_releases(target).faults == []
+    assert store.aliases("production")[0].digest == first.digest
+
+
+def test_a_rollback_needs_a_reason_a_past_and_a_whole_release(shop):
+    store, _, publish, tmp_path = shop
+    first, target = publish(), target_of(tmp_path)
+    with pytest.raises(ReleaseError, match="never named another"):
+        history.roll_back(store, target, "production", "ada", "why not")
+    with pytest.raises(ReleaseError, match="needs a reason"):
+        history.roll_back(store, target, "production", "ada", " ")
+    with pytest.raises(UsageError, match="no date"):
+        history.parse_moment("yesterday")
+    second = publish(engine(tmp_path / "newer", b"newer"))
+    flip(tmp_path / "out" / first.manifest.files()["engine/weights/layer0.bin"].blob)
+    with pytest.raises(DamagedReleaseError, match="layer0"):
+        history.roll_back(store, target, "production", "ada", "p99")
+    assert release.release_of_alias(target, "production").digest == second.digest
 
 
 @pytest.mark.parametrize("alias", ["", "../x", "Prod", "a b", "x" * 65])
@@ -135,45 +244,96 @@ def test_a_bad_alias_is_refused(shop, alias):
         publish(alias=alias)
 
 
-def test_a_publish_killed_half_way_leaves_the_old_alias_serving(shop):
-    """Killed for real, while the second engine is being copied; started again, it ends."""
-    store, made, publish, tmp_path = shop
-    judged(store, tmp_path / "v", made.digest)
+@pytest.mark.parametrize("killed_in", ["put", "move_alias"])
+def test_a_publish_killed_half_way_leaves_the_old_alias_serving_and_resumes(shop, killed_in):
+    """Killed for real: while blobs are being copied, and right before the alias moves."""
+    store, _, publish, tmp_path = shop
     old = publish()
     newer = engine(tmp_path / "newer", b"other weights")
-    judged(store, tmp_path / "v2", newer.digest)
+    verdict = judged(store, tmp_path / "v-new", newer.digest)
+    (tmp_path / "row.json").write_text(old.record.row.model_dump_json())
     script = f"""
-import os, signal, shutil
+import os, signal, sys
 from pathlib import Path
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from test_release import bundle_of
+from calib.artifact import Artifact
 from evals.report import Row
 from toolkit import release
 from toolkit.store import RunStore
-copy = shutil.copytree
-def half(*a, **k):
-    copy(*a, **k)
-    os.kill(os.getpid(), signal.SIGKILL)
-shutil.copytree = half
-row = Row.model_validate_json(Path({str(tmp_path / 'row.json')!r}).read_text())
+from toolkit.target import FolderTarget
+if {killed_in!r} == "put":
+    put, count = FolderTarget.put, []
+    def half(self, source, name):
+        put(self, source, name)
+        count.append(name)
+        if len(count) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+    FolderTarget.put = half
+else:
+    release.move_alias = lambda *a: os.kill(os.getpid(), signal.SIGKILL)
 with RunStore(Path({str(tmp_path / 'toolkit.db')!r})) as store:
-    release.publish(store, Path({str(newer.path)!r}), Path({str(tmp_path / 'out')!r}), "production", evidence={{}},
-                    row=row, card="x", name="tiny", licences={{}})
+    made = Artifact.open({str(newer.path)!r}, "engine")
+    row = Row.model_validate_json(Path({str(tmp_path / 'row.json')!r}).read_text())
+    release.publish(store, FolderTarget(Path({str(tmp_path / 'out')!r})),
+                    bundle_of(made, store.verdict_of(made.digest), row), "production")
 """
-    row = release.ReleaseRecord.model_validate(Artifact.open(old.path).record).row
-    (tmp_path / "row.json").write_text(row.model_dump_json())
     root = str(Path(release.__file__).parent.parent)
     killed = subprocess.run([sys.executable, "-c", script], env=os.environ | {"PYTHONPATH": root})
     assert killed.returncode == -signal.SIGKILL
-    assert release.engine_of_alias(tmp_path / "out", "production") == old.path / "engine"
-    assert release.verify_releases(tmp_path / "out").faults == []
-    new = publish(newer.path)
-    assert release.engine_of_alias(tmp_path / "out", "production") == new.path / "engine"
-    assert release.verify_releases(tmp_path / "out").faults == []
+    target = target_of(tmp_path)
+    assert release.release_of_alias(target, "production").digest == old.digest
+    assert verify_releases(target).faults == []
+    copied = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out" / oci.BLOBS).iterdir()}
+    new = publish(newer)
+    assert verdict.digest == new.record.verdict_digest
+    assert release.release_of_alias(target, "production").digest == new.digest
+    assert verify_releases(target).faults == []
+    again = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out" / oci.BLOBS).iterdir()}
+    assert all(again[name] == stamp for name, stamp in copied.items()), "what was there was not copied again"
 
 
-def test_the_copy_is_read_back(shop, monkeypatch):
-    store, made, publish, tmp_path = shop
-    judged(store, tmp_path / "v", made.digest)
+def test_the_copy_is_read_back(shop):
+    _, _, publish, tmp_path = shop
     done = publish()
-    flip(done.path / "engine" / "weights" / "layer0.bin")
+    flip(tmp_path / "out" / done.manifest.files()["engine/weights/layer0.bin"].blob)
     with pytest.raises(DamagedReleaseError, match="differs"):
         publish()
+
+
+def test_any_fsspec_store_is_a_target(shop):
+    _, made, publish, tmp_path = shop
+    target = open_target(f"memory://{tmp_path.name}/releases")
+    done = publish(target=target)
+    assert verify_releases(target).faults == []
+    place = unpacking.engine_of_alias(target.name, "production", tmp_path / "cache")
+    assert Artifact.open(place, "engine").digest == made.digest
+    target.write(done.manifest.files()["README.md"].blob, b"# another card\n")
+    assert any("README.md" in fault for fault in verify_releases(target).faults)
+
+
+def test_two_publishers_do_not_meet(tmp_path):
+    for target in (FolderTarget(tmp_path / "out"), open_target(f"memory://{tmp_path.name}/lock")):
+        with target.lock():
+            if isinstance(target, FolderTarget):
+                with pytest.raises(ReleaseError, match="another process"), target.lock():
+                    pass
+            else:
+                held = json.loads(target.read(".lock"))
+                target.write(".lock", json.dumps(held | {"host": "elsewhere"}).encode())
+                with pytest.raises(ReleaseError, match="elsewhere is publishing"), target.lock():
+                    pass
+                target.write(".lock", json.dumps(held | {"host": "elsewhere", "at": 0}).encode())
+                with target.lock():
+                    pass
+                target.write(".lock", b"{}")
+
+
+def test_a_release_cannot_write_outside_its_folder(shop):
+    _, _, publish, tmp_path = shop
+    done = publish()
+    layers = [layer.model_copy(update={"annotations": {oci.TITLE: "../../evil"}}) for layer in done.manifest.layers[:1]]
+    changed = release.Release(done.digest, done.record, done.manifest.model_copy(update={"layers": layers}), AT)
+    with pytest.raises(DamagedReleaseError, match="leaves its release"):
+        unpacking.unpack(target_of(tmp_path), changed, tmp_path / "place")
+    assert not (tmp_path / "evil").exists()

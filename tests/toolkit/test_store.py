@@ -114,7 +114,7 @@ def test_a_running_job_is_seen_and_a_dead_one_is_not(store):
     store.begin("r1", "demo", {})
     store.job_progress("r1", "int8: evaluate", 3.0, 10.0)
     assert [(job.run, job.stage) for job in store.running()] == [("r1", "int8: evaluate")]
-    store._db.execute("UPDATE jobs SET pid=?", (2**22 + 12345,))
+    store._db.execute("UPDATE progress SET pid=?", (2**22 + 12345,))
     assert store.running() == []
 
 
@@ -133,3 +133,23 @@ def test_a_file_that_is_no_store_is_refused(tmp_path):
 def test_the_store_is_in_wal_mode(store):
     with sqlite3.connect(store.path) as other:
         assert other.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+
+
+def test_runs_are_read_a_page_at_a_time_and_searched(store):
+    for number in range(7):
+        store.begin(f"run-{number}", "alpha" if number % 2 else "beta", {"model": f"Model{number}"})
+    assert [run.id for run in store.runs(limit=2, offset=2)] == ["run-4", "run-3"]
+    assert (store.count_runs(), store.count_runs("ALPHA"), store.count_runs(finished=True)) == (7, 3, 0)
+    assert [run.id for run in store.runs(search="model5")] == ["run-5"]
+    assert store.runs(search="%") == []
+
+
+def test_children_are_found_by_parent_and_kind(store, tmp_path):
+    from calib.artifact import ArtifactWriter
+
+    for number, kind in enumerate(("eval-report", "latency-sweep", "eval-report")):
+        with ArtifactWriter(tmp_path / f"a{number}", kind, parents=["e" * 64, f"{number}" * 64]) as writer:
+            writer.record = {"number": number}
+        store.remember(writer.artifact)
+    assert {path.name for path in store.children("e" * 64, "eval-report")} == {"a0", "a2"}
+    assert store.children("f" * 64, "eval-report") == []

@@ -1,4 +1,4 @@
-"""``releases``: what a release folder holds, and whether it is still what was released."""
+"""``releases``: what a target holds, whether it is still as released, where aliases pointed, and back again."""
 
 from __future__ import annotations
 
@@ -9,38 +9,109 @@ import typer
 
 from toolkit.session import Session, verb
 
-Target = Annotated[Path, typer.Option("--to", help="Release folder.", show_default=False)]
+Where = Annotated[str, typer.Option("--to", help="Folder or URL that `publish --to` wrote.", show_default=False)]
 
 
 def register(app: typer.Typer) -> None:
-    group = typer.Typer(no_args_is_help=True, help="List and verify releases.")
+    group = typer.Typer(no_args_is_help=True, help="List, verify, pull and roll back releases; read their log.")
     app.add_typer(group, name="releases")
+    _reading(group)
+    _moving(group)
 
+
+def _reading(group: typer.Typer) -> None:
     @verb(group, "ls")
-    def ls(session: Session, to: Target) -> None:
-        """List the releases and aliases of a folder."""
+    def ls(session: Session, to: Where) -> None:
+        """List the releases and aliases of a target."""
         from toolkit.release import list_releases
         from toolkit.report.status import releases_table
+        from toolkit.target import existing_target
 
-        found = list_releases(to)
-        session.show({"target": str(to.absolute()), "releases": [release.as_dict() for release in found]},
+        target = existing_target(to)
+        found = list_releases(target)
+        session.show({"target": target.name, "releases": [release.as_dict() for release in found]},
                      [release.digest for release in found],
-                     releases_table(found) if found else f"{to} holds no releases.")
+                     releases_table(found) if found else f"{target.name} holds no releases.")
 
     @verb(group, "verify")
-    def verify(session: Session, to: Target) -> None:
-        """Re-hash every released file, follow the audit log, check the aliases."""
+    def verify(session: Session, to: Where,
+               key: Annotated[Path | None, typer.Option(help="Public key (PEM): every release must be signed by it.",
+                                                        show_default=False)] = None) -> None:
+        """Re-hash every released file, follow the audit log, check aliases, statements and signatures."""
         from toolkit.errors import DamagedReleaseError
-        from toolkit.release import verify_releases
+        from toolkit.release import list_releases
+        from toolkit.signing import check_signature
+        from toolkit.target import existing_target
+        from toolkit.verifying import verify_releases
 
+        target = existing_target(to)
         with session.watch() as watch:
-            outcome = verify_releases(to, watch)
-        if outcome.faults:
-            more = f" (and {len(outcome.faults) - 1} more)" if len(outcome.faults) > 1 else ""
-            raise DamagedReleaseError(f"{outcome.faults[0]}{more}", "Publish the engine again into a new folder, and "
-                                      "find out who changed this one.")
-        session.show({"target": str(to.absolute()), "releases": outcome.releases, "files": outcome.files,
-                      "bytes": outcome.bytes, "audit_head": outcome.audit_head, "faults": []},
+            outcome = verify_releases(target, watch)
+        faults = list(outcome.faults)
+        if key is not None and not faults:
+            faults += [fault for release in list_releases(target) if (fault := check_signature(target, release, key))]
+        if faults:
+            more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+            raise DamagedReleaseError(f"{faults[0]}{more}", "Publish the engine again into a new target, and find out "
+                                      "who changed this one.")
+        session.show({"target": target.name, "releases": outcome.releases, "files": outcome.files,
+                      "bytes": outcome.bytes, "audit_head": outcome.audit_head, "faults": [], "notes": outcome.notes},
                      [outcome.audit_head],
                      f"{outcome.releases} releases, {outcome.files} files, {outcome.bytes / 1e6:,.1f} MB: all as "
-                     f"released. Audit log head {outcome.audit_head[:16]}.")
+                     f"released. Audit log head {outcome.audit_head[:16]}.", *outcome.notes)
+
+    @verb(group, "log")
+    def log(session: Session, to: Where,
+            at: Annotated[str | None, typer.Option(help="Show where aliases pointed at this date or time (UTC).",
+                                                   show_default=False)] = None) -> None:
+        """Who published and moved what, when and why; with --at, what each alias named then."""
+        from toolkit.history import as_of, parse_moment
+        from toolkit.release import read_audit
+        from toolkit.report.status import held_table, log_table
+        from toolkit.target import existing_target
+
+        entries = read_audit(existing_target(to))
+        if at is None:
+            session.show({"entries": [entry.model_dump() for entry in entries]}, [entry.hash for entry in entries],
+                         log_table(entries) if entries else "Nothing has been published here.")
+            return
+        held = as_of(entries, parse_moment(at))
+        session.show({"at": at, "aliases": {name: {"digest": move.digest, "since": move.at, "who": move.who,
+                                                   "reason": move.reason} for name, move in held.items()}},
+                     [f"{name} {move.digest}" for name, move in held.items()],
+                     held_table(held) if held else f"No alias pointed anywhere at {at}.")
+
+
+def _moving(group: typer.Typer) -> None:
+    @verb(group, "rollback")
+    def rollback(session: Session, alias: Annotated[str, typer.Argument(help="Alias to move.")], to: Where,
+                 reason: Annotated[str, typer.Option(help="Why; kept in the log.", show_default=False)],
+                 release: Annotated[str | None, typer.Option(help="Digest or prefix [default: what it named before].",
+                                                             show_default=False)] = None) -> None:
+        """Move an alias back; the release is checked first, and nothing is deleted."""
+        from toolkit.history import roll_back
+        from toolkit.publishing import who_am_i
+        from toolkit.store import RunStore
+        from toolkit.target import existing_target
+
+        target = existing_target(to)
+        with RunStore(session.home.store) as store, session.watch() as watch:
+            found = roll_back(store, target, alias, who_am_i(), reason, release, watch)
+        session.show({"alias": alias, "release": found.digest, "target": target.name}, [found.digest],
+                     f"alias:{alias} now names release {found.digest[:12]} ({found.record.name})")
+
+    @verb(group, "pull")
+    def pull(session: Session, alias: Annotated[str, typer.Argument(help="Alias whose release is copied.")], to: Where,
+             out: Annotated[Path, typer.Option("--out", help="Folder to write; it must not exist.",
+                                               show_default=False)]) -> None:
+        """Copy a release out of a target, every byte checked."""
+        from toolkit.release import release_of_alias
+        from toolkit.target import existing_target
+        from toolkit.unpacking import unpack
+
+        target = existing_target(to)
+        out.absolute().parent.mkdir(parents=True, exist_ok=True)
+        with session.watch() as watch:
+            found = release_of_alias(target, alias)
+            place = unpack(target, found, out.absolute(), watch)
+        session.show({"release": found.digest, "path": str(place)}, [str(place)], f"wrote {place}")

@@ -12,17 +12,21 @@ from rich.text import Text
 
 from evals.report import Row
 from evals.tradeoff import label
-from toolkit.console import stdout, verdict_text
+from toolkit.console import duration, stdout, verdict_text
 from toolkit.report import tables, words
 from toolkit.store import Run, StoredRow
 
 if TYPE_CHECKING:
     from evals.data import EvalData
+    from toolkit.audit import AuditEntry
     from toolkit.health import Check
+    from toolkit.history import Move
+    from toolkit.jobs import Work
     from toolkit.release import Release
 
 _STATES = {"ok": Text("✓", style="green"), "missing": Text("✕", style="red"), "note": Text("·", style="yellow")}
-_STATUS = {"finished": "green", "running": "cyan", "stopped": "yellow"}
+_STATUS = {"finished": "green", "running": "cyan", "stopped": "yellow", "waiting": "dim",
+           "failed": "red", "killed": "red", "cancelled": "yellow"}
 
 
 def _table(*columns: str, right: Sequence[str] = ()) -> Table:
@@ -92,9 +96,38 @@ def agreement_table(pairs: Sequence[words.Agreement]) -> Table:
 
 
 def releases_table(releases: Sequence[Release]) -> Table:
-    table = _table("release", "alias", "what", "verdict", "engine", "created")
+    table = _table("release", "alias", "what", "verdict", "engine", "size", "created", right=("size",))
     for release in releases:
-        table.add_row(release.digest[:12], ", ".join(release.aliases) or words.MISSING, Text(release.name),
-                      verdict_text(release.verdict), release.engine_digest[:12],
+        word = release.record.verdict.word if release.record.verdict else None
+        mark = Text(" override", style="bold red") if release.record.approval.override else Text()
+        table.add_row(release.digest[:12], ", ".join(release.aliases) or words.MISSING, Text(release.record.name),
+                      verdict_text(word) + mark, release.record.engine_digest[:12], words.size(release.size_bytes),
                       release.created[:19].replace("T", " "))
+    return table
+
+
+def log_table(entries: Sequence[AuditEntry]) -> Table:
+    table = _table("when", "what", "subject", "detail")
+    for entry in entries:
+        detail = ", ".join(f"{name} {value[:12] if len(value) == 64 else value}"
+                           for name, value in entry.detail.items())
+        table.add_row(entry.at[:19].replace("T", " "), entry.action,
+                      entry.subject[:12] if len(entry.subject) == 64 else Text(entry.subject), Text(detail))
+    return table
+
+
+def held_table(held: Mapping[str, Move]) -> Table:
+    table = _table("alias", "release", "since", "who", "why")
+    for name, move in held.items():
+        table.add_row(name, move.digest[:12], move.at[:19].replace("T", " "), Text(move.who), Text(move.reason))
+    return table
+
+
+def jobs_table(found: Sequence[Work]) -> Table:
+    table = _table("job", "what", "state", "stage", "", "left", "asked", right=("", "left"))
+    for work in found:
+        share = f"{100 * work.share:.0f} %" if work.share is not None and not work.over else ""
+        left = duration(work.eta_s) if work.eta_s is not None else ""
+        table.add_row(work.id, Text(" ".join([work.verb, *work.arguments])), Text(work.state, style=_STATUS.get(
+            work.state, "")), Text(work.stage), share, left, work.asked[:19].replace("T", " "))
     return table
