@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    llms = [LLM(path) for path in options.engine]
+    llms = [LLM(path, prefix_cache=False) for path in options.engine]
     systems = {f"{llm.engine.recipe} kv={llm.engine.kv.dtype.removesuffix('_e4m3')}": engine_generate(llm)
                for llm in llms}
     if len(systems) < len(llms):

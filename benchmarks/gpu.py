@@ -230,7 +230,7 @@ def run(arguments: argparse.Namespace, work: Path) -> list[BenchCell]:
     engine = Engine.open(work / "engine")
     evidence(engine)
     start = time.perf_counter()
-    llm = LLM(engine)
+    llm = LLM(engine, prefix_cache=False)
     loaded = time.perf_counter() - start
     if llm._gpu is not None:
         say("load", {name: round(its, 2) for name, its in llm._gpu.seconds.items()})

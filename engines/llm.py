@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,9 +21,10 @@ from calib.text import Tokenizer
 from engines.engine import Engine
 from engines.errors import EngineError
 from engines.request import CompletionOutput, PromptScore, RequestOutput, SamplingParams
-from engines.runtime.cpu import CpuBackend
-from engines.runtime.loop import Loop, Runner
+from engines.runtime.choices import Choices
+from engines.runtime.loop import Loop, Runner, TokenEvent
 from engines.runtime.memory import MemoryWatch
+from engines.runtime.native import open_cpu
 from engines.runtime.runner import CpuRunner
 
 if TYPE_CHECKING:
@@ -34,8 +36,12 @@ Prompts = str | Sequence[str] | Sequence[Sequence[int]]
 class LLM:
     """An engine with its weights loaded. Calls from several threads take turns."""
 
-    def __init__(self, engine: Engine | Path | str) -> None:
-        """Open (if a path is given) and load. ArtifactError, EngineError or EngineMismatchError in words."""
+    def __init__(self, engine: Engine | Path | str, *, prefix_cache: bool = True) -> None:
+        """Open (if a path is given) and load. ArtifactError, EngineError or EngineMismatchError in words.
+
+        ``prefix_cache`` False computes every prompt whole (for measurements); otherwise prompts that begin like earlier
+        ones use what those left in the KV cache.
+        """
         self.engine = engine if isinstance(engine, Engine) else Engine.open(engine)
         self._memory = MemoryWatch()
         plan, limits = self.engine.plan, self.engine.plan.limits
@@ -49,8 +55,9 @@ class LLM:
             runner, limits = self._gpu.runner, self._gpu.limits
         else:
             with torch.inference_mode():
-                runner = CpuRunner(CpuBackend(plan, self.engine.weights()), limits.block_size)
-        self._loop: Loop | None = Loop(runner, self.tokenizer, limits, plan.model.vocab_size)
+                runner = CpuRunner(open_cpu(plan, self.engine.weights()), limits.block_size)
+        self._loop: Loop | None = Loop(runner, self.tokenizer, limits, plan.model.vocab_size,
+                                       digest=self.engine.digest, reuse=prefix_cache)
         self._lock = threading.Lock()
         self._memory.look()
 
@@ -75,6 +82,16 @@ class LLM:
         return self._loop
 
     @property
+    def loop(self) -> Loop:
+        """The loop itself, for a server that owns this LLM and calls nothing else of it. EngineError when closed."""
+        return self._open
+
+    def forget_prefixes(self) -> int:
+        """Free what earlier prompts left in the KV cache; returns the number of blocks."""
+        with self._lock:
+            return self._open.forget_prefixes()
+
+    @property
     def numerics(self) -> str:
         """Device, compute dtype and operators: what two runs must share before their numbers may be compared."""
         plan = self.engine.plan
@@ -90,7 +107,7 @@ class LLM:
         return self._memory.peak if self._gpu is None else self._gpu.memory_bytes
 
     def stats(self) -> dict[str, int]:
-        """KV blocks (free + used = all), queue lengths, and counts since the engine was opened."""
+        """KV blocks (free + used + cached = all), queue lengths, and counts since the engine was opened."""
         return self._open.stats() | ({} if self._gpu is None else self._gpu.stats())
 
     def _ids(self, prompts: Prompts) -> list[list[int]]:
@@ -103,21 +120,25 @@ class LLM:
                  ) -> list[RequestOutput]:
         """Continue prompts (text, texts, or token ids), in one batch as far as the limits allow; in order.
 
-        ``params`` is one for all or one each. LimitError before anything is computed when a prompt does not fit.
+        ``params`` is one for all or one each. LimitError before anything is computed when a prompt does not fit;
+        EngineError when one failed, after the others are done.
         """
         ids = self._ids(prompts)
         each = self._params_for(params, len(ids))
         with self._lock:
             loop = self._open
-            numbers: list[int] = []
+            numbers: list[list[int]] = []
             try:
                 for prompt, its in zip(ids, each, strict=True):
-                    numbers.append(loop.admit(prompt, its))
+                    numbers.append([])
+                    for index in range(its.n):
+                        numbers[-1].append(loop.admit(prompt, its, index=index))
                 self._run(loop)
-                return [loop.take(number) for number in numbers]
+                return [_joined([loop.take(number) for number in group]) for group in numbers]
             except BaseException:
-                for number in numbers:
-                    loop.abort(number)
+                for group in numbers:
+                    for number in group:
+                        loop.abort(number)
                 raise
 
     @staticmethod
@@ -138,22 +159,24 @@ class LLM:
     def stream(self, prompt: str | Sequence[int], params: SamplingParams | None = None) -> Iterator[RequestOutput]:
         """Deltas of one continuation: new ids and the text that is safe to show. Closing the iterator aborts it.
 
-        Concatenated, the texts equal ``generate``'s text. Other calls wait until the stream ends or is closed.
+        Concatenated, the texts equal ``generate``'s text. Other calls wait until the stream ends or is closed. With
+        n > 1 deltas of the continuations alternate; ``outputs[0].index`` says whose they are.
         """
+        params = params or SamplingParams()
         [ids] = self._ids([prompt] if isinstance(prompt, str) else [list(prompt)])
         with self._lock:
             loop = self._open
-            number = loop.admit(ids, params or SamplingParams())
+            index_of: dict[int, int] = {}
             try:
+                for index in range(params.n):
+                    index_of[loop.admit(ids, params, index=index)] = index
                 while not loop.idle:
                     for event in loop.step():
-                        yield RequestOutput(prompt_token_ids=ids, outputs=[CompletionOutput(
-                            index=0, text=event.text, token_ids=[event.token],
-                            logprobs=None if event.logprob is None else [event.logprob],
-                            finish_reason=event.finish_reason)])
+                        yield RequestOutput(prompt_token_ids=ids, outputs=[_delta(event, index_of[event.number])])
             finally:
                 self._memory.look()
-                loop.abort(number)
+                for number in index_of:
+                    loop.abort(number)
 
     def loglikelihood(self, prompts: Sequence[Sequence[int]], *, top_k: int = 0,
                       at_ids: Sequence[np.ndarray] | None = None) -> list[PromptScore]:
@@ -175,3 +198,47 @@ class LLM:
                 for number in numbers:
                     loop.abort(number)
                 raise
+
+    def score_choices(self, questions: Sequence[tuple[Sequence[int], Sequence[Sequence[int]]]]
+                      ) -> list[list[PromptScore]]:
+        """Log-probabilities of several continuations of each context: (context, continuations), no side empty.
+
+        A PromptScore over each continuation's own tokens, equal to ``loglikelihood`` of context + continuation within
+        1e-5: on a CPU the context is computed once (``engines.runtime.choices``).
+        """
+        asked = [Choices(list(context), [list(one) for one in each]) for context, each in questions]
+        if any(not question.context or not all(question.continuations) for question in asked):
+            raise EngineError("a context or a continuation is empty: 0 tokens", "Give at least one token on each side.")
+        with self._lock:
+            found = self._open.score_choices(asked)
+            self._memory.look()
+        apart = [i for i, scores in enumerate(found) if scores is None]
+        scored = iter(self.loglikelihood([[*asked[i].context, *one] for i in apart for one in asked[i].continuations]))
+        for i in apart:
+            start = len(asked[i].context) - 1
+            found[i] = [PromptScore(score.logprobs[start:], score.greedy[start:])
+                        for score in itertools.islice(scored, len(asked[i].continuations))]
+        return [scores for scores in found if scores is not None]
+
+
+def _joined(outputs: list[RequestOutput]) -> RequestOutput:
+    """The continuations of one prompt as one output: the first token of any, the last of all."""
+    for output in outputs:
+        if output.outputs[0].finish_reason == "error":
+            raise EngineError(f"generation failed: {output.outputs[0].error}",
+                              "Verify the checkpoint; its scales or weights may be broken.")
+    if len(outputs) == 1:
+        return outputs[0]
+    first = [output.ttft_s for output in outputs if output.ttft_s is not None]
+    last = [output.e2e_s for output in outputs if output.e2e_s is not None]
+    return RequestOutput(
+        prompt_token_ids=outputs[0].prompt_token_ids,
+        outputs=[CompletionOutput(index, each.text, each.token_ids, each.logprobs, each.finish_reason)
+                 for index, output in enumerate(outputs) for each in output.outputs],
+        ttft_s=min(first, default=None), e2e_s=max(last, default=None), cached_tokens=outputs[0].cached_tokens)
+
+
+def _delta(event: TokenEvent, index: int) -> CompletionOutput:
+    return CompletionOutput(index=index, text=event.text, token_ids=[] if event.token is None else [event.token],
+                            logprobs=None if event.logprob is None else [event.logprob],
+                            finish_reason=event.finish_reason, error=event.error)

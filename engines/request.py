@@ -6,6 +6,7 @@ exist here; a value outside its range is refused at construction with the value.
 
 from __future__ import annotations
 
+import hashlib
 from typing import Literal
 
 import numpy as np
@@ -14,26 +15,52 @@ from pydantic.dataclasses import dataclass as checked
 
 from calib.scheme import Frozen
 
-FinishReason = Literal["stop", "length", "abort"]
+#: ``stop``: an end token, a stop string, or a finished grammar. ``deadline``: its time was over. ``error``: a fault
+#: that stayed in this request.
+FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
+
+#: Bytes of a grammar's source.
+MAX_GRAMMAR_BYTES = 64 * 1024
+
+
+class Grammar(Frozen):
+    """What a generation must match as a whole: a JSON schema (JSON text), a regular expression, or a Lark grammar."""
+
+    kind: Literal["json_schema", "regex", "lark"]
+    source: str = Field(min_length=1, max_length=MAX_GRAMMAR_BYTES)
 
 
 class SamplingParams(Frozen):
     """How tokens are chosen and when a sequence ends. ``temperature`` 0 is greedy.
 
     ``seed`` makes a request reproducible on its own: the random number of a token depends on (seed, position) only.
-    ``logprobs`` k returns each token's log-probability and the k best alternatives (0: the chosen token only).
+    ``n`` independent continuations have seeds derived from it (``seed_of``). ``logprobs`` k returns each token's
+    log-probability and the k best alternatives (0: the chosen token only); they are the model's own, before anything
+    below changes the logits.
+
+    In this order: ``repetition_penalty`` divides positive and multiplies negative logits of tokens in prompt or output;
+    ``presence_penalty`` is subtracted from those that were generated, ``frequency_penalty`` once a time;
+    ``logit_bias`` is added; the grammar masks; then temperature, ``top_k``, ``top_p``, and ``min_p`` (tokens less
+    probable than that share of the most probable one are left out).
     """
 
+    n: int = Field(default=1, ge=1, le=128)
     max_tokens: int = Field(default=128, ge=0)
     min_tokens: int = Field(default=0, ge=0)
     temperature: float = Field(default=0.0, ge=0.0, le=100.0)
     top_k: int = Field(default=0, ge=0, description="0 keeps every token")
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
+    frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
+    repetition_penalty: float = Field(default=1.0, gt=0.0, le=10.0)
+    logit_bias: dict[int, float] = Field(default_factory=dict, max_length=1024)
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     stop: tuple[str, ...] = Field(default=(), max_length=16)
-    stop_token_ids: tuple[int, ...] = ()
+    stop_token_ids: tuple[int, ...] = Field(default=(), max_length=256)
     ignore_eos: bool = False
     logprobs: int | None = Field(default=None, ge=0, le=20)
+    grammar: Grammar | None = None
 
     @model_validator(mode="after")
     def _consistent(self) -> SamplingParams:
@@ -41,7 +68,28 @@ class SamplingParams(Frozen):
             raise ValueError(f"min_tokens {self.min_tokens} is larger than max_tokens {self.max_tokens}")
         if any(not text for text in self.stop):
             raise ValueError("a stop string must not be empty")
+        if strange := [bias for bias in self.logit_bias.values() if not -100.0 <= bias <= 100.0]:
+            raise ValueError(f"a logit_bias of {strange[0]} is outside -100..100")
+        if self.grammar is not None and (self.min_tokens or self.ignore_eos):
+            raise ValueError("a grammar says where the text ends: min_tokens and ignore_eos exclude it")
         return self
+
+    @property
+    def penalised(self) -> bool:
+        """Whether a token's logits depend on the tokens before it, beside the model."""
+        return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
+
+    @property
+    def stepwise(self) -> bool:
+        """Whether the token before must be known before the next one may be chosen."""
+        return self.penalised or self.grammar is not None
+
+
+def seed_of(seed: int, index: int) -> int:
+    """The seed of continuation ``index`` of a request: the request's own for 0, a hash of both otherwise."""
+    if index == 0:
+        return seed
+    return int.from_bytes(hashlib.sha256(f"{seed} {index}".encode()).digest()[:8], "little") >> 1
 
 
 @checked(frozen=True, config=ConfigDict(arbitrary_types_allowed=True))
@@ -62,16 +110,21 @@ class CompletionOutput:
     token_ids: list[int]
     logprobs: list[TokenLogprob] | None
     finish_reason: FinishReason | None
+    error: str | None = None
 
 
 @checked(frozen=True)
 class RequestOutput:
-    """What came of one prompt. Times are seconds from admission: first token and last token."""
+    """What came of one prompt. Times are seconds from admission: first token and last token.
+
+    ``cached_tokens`` of the prompt were not computed, as an earlier request had left their keys and values.
+    """
 
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     ttft_s: float | None = None
     e2e_s: float | None = None
+    cached_tokens: int = 0
 
 
 @checked(frozen=True, config=ConfigDict(arbitrary_types_allowed=True))

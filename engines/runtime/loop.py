@@ -6,23 +6,28 @@ sequences as unknown tokens when it is launched; a sequence that turns out to ha
 
 It turns requests into sequences (refusing what exceeds the limits, with the numbers), steps until they are finished,
 and gives token events. Nothing outside ``runtime/`` ever holds a Sequence.
+
+**A fault stays where it is.** A row without a token ends its own sequence. A step that raises is run again sequence by
+sequence, and those that raise alone end with ``error``; the others go on. A sequence whose deadline has passed ends
+between two steps, as does an aborted one: its blocks are free before the next step is scheduled.
 """
 
 from __future__ import annotations
 
 import itertools
+import logging
 import secrets
 import time
 from collections import deque
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 import torch
 
 from calib.text import Tokenizer
-from engines.errors import LimitError
+from engines.errors import EngineError, LimitError
 from engines.plan import Limits
 from engines.request import (
     CompletionOutput,
@@ -31,64 +36,119 @@ from engines.request import (
     RequestOutput,
     SamplingParams,
     TokenLogprob,
+    seed_of,
 )
-from engines.runtime.blocks import BlockPool
+from engines.runtime.blocks import BlockPool, root_key
+from engines.runtime.choices import Choices, Part, parts_of, release
+from engines.runtime.grammar import GrammarError, Grammars
+from engines.runtime.sampler import Fault
 from engines.runtime.scheduler import Chunk, Scheduler
 from engines.runtime.sequence import ScoreRequest, Sequence
 from engines.runtime.text_stream import TextStream
 
+_LOG = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """One more token of request ``number``, and the text that became safe to show with it."""
+    """One more token of request ``number``, and the text that became safe to show with it.
+
+    ``token`` None: it ended without one (deadline or error, which ``error`` explains).
+    """
 
     number: int
-    token: int
+    token: int | None
     text: str
     logprob: TokenLogprob | None
     finish_reason: FinishReason | None
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """How a request is served, beside what it asks for. ``salt`` parts the prefix cache; a lower ``priority`` runs
+    first; ``deadline_s`` is counted from admission; ``reuse`` False neither finds nor leaves kept blocks."""
+
+    salt: str = ""
+    priority: int = 0
+    deadline_s: float | None = None
+    reuse: bool = True
+
+
+PLAIN = Terms()
 
 
 class Launched(Protocol):
     """A step under way."""
 
-    def result(self) -> list[tuple[Sequence, int, TokenLogprob | None]]:
-        """Wait for it; the next token of every sequence that got one."""
+    def result(self) -> Ordered[tuple[Sequence, int | Fault, TokenLogprob | None]]:
+        """Wait for it; the next token, or the fault, of every sequence that was to get one."""
         ...
 
 
 class Runner(Protocol):
-    """What runs chunks: ``launch`` starts a step, advances ``Sequence.computed`` and fills prompt scores."""
+    """What runs chunks: ``launch`` starts a step, advances ``Sequence.computed`` and fills prompt scores.
+
+    ``adjusts_logits``: penalties, bias, grammars and min-p are honoured; elsewhere requests with them are refused.
+    """
 
     lookahead: int
+    adjusts_logits: bool
 
     def launch(self, chunks: Ordered[Chunk]) -> Launched: ...
+
+
+@runtime_checkable
+class ChoiceRunner(Protocol):
+    """A runner that computes a context once for all its continuations."""
+
+    def score_choices(self, questions: Ordered[Choices], parts: Ordered[Ordered[Part]]
+                      ) -> list[list[PromptScore]]: ...
 
 
 class Loop:
     """See the module's docstring. Not thread-safe: one owner calls it."""
 
-    def __init__(self, runner: Runner, tokenizer: Tokenizer, limits: Limits, vocab_size: int) -> None:
+    def __init__(self, runner: Runner, tokenizer: Tokenizer, limits: Limits, vocab_size: int, *, digest: str = "",
+                 reuse: bool = True) -> None:
+        """``digest`` is the engine's, for the keys of kept blocks; ``reuse`` False keeps none."""
         self._runner, self._tokenizer, self._limits, self._vocab_size = runner, tokenizer, limits, vocab_size
-        self._pool = BlockPool(limits.num_blocks, limits.block_size)
-        self._scheduler = Scheduler(self._pool, limits.max_batch_size, limits.max_num_tokens)
+        self._digest = digest
+        self._pool = BlockPool(limits.num_blocks, limits.block_size, reuse=reuse)
+        self._scheduler = Scheduler(self._pool, limits.max_batch_size, limits.max_num_tokens, limits.max_seq_len)
+        self._grammars = Grammars(tokenizer, vocab_size)
+        self._deadlines = False
         self._sequences: dict[int, Sequence] = {}
         self._numbers = itertools.count()
         self._flights: deque[Launched] = deque()
         self.steps = 0
         self.tokens_computed = 0
         self.tokens_generated = 0
+        self.faults = 0
 
-    def admit(self, prompt: Ordered[int], params: SamplingParams) -> int:
-        """Queue a generation; returns its number. LimitError for an empty, foreign or too long prompt."""
+    @property
+    def limits(self) -> Limits:
+        return self._limits
+
+    def admit(self, prompt: Ordered[int], params: SamplingParams, *, index: int = 0, terms: Terms = PLAIN) -> int:
+        """Queue continuation ``index`` of a generation; returns its number.
+
+        LimitError for an empty, foreign or too long prompt, an id outside the vocabulary, a grammar that cannot be
+        used, or a parameter that this device does not honour.
+        """
         self._check_prompt(prompt, params.max_tokens)
+        self._check_honoured(params)
         ends = frozenset(params.stop_token_ids + (() if params.ignore_eos else self._tokenizer.eos_ids))
         if strange := [index for index in ends if not 0 <= index < self._vocab_size]:
             raise LimitError(f"stop token {strange[0]} is outside the vocabulary of {self._vocab_size}",
                              "Give ids of this model's tokenizer.")
-        seed = secrets.randbits(63) if params.seed is None else params.seed
+        seed = secrets.randbits(63) if params.seed is None else seed_of(params.seed, index)
+        matcher = None if params.grammar is None else self._grammars.matcher(params.grammar)
         sequence = Sequence(next(self._numbers), list(prompt), len(prompt), params, seed, ends,
-                            text=TextStream(self._tokenizer, params.stop))
+                            text=TextStream(self._tokenizer, params.stop), priority=terms.priority, matcher=matcher)
+        if terms.reuse and self._pool.reuse:
+            sequence.keys, sequence.root = [], root_key(self._digest, terms.salt)
+        self._limit_time(sequence, terms)
         self._sequences[sequence.number] = sequence
         if params.max_tokens == 0:
             sequence.finish_reason, sequence.finished_at = "length", sequence.admitted_at
@@ -96,8 +156,28 @@ class Loop:
             self._scheduler.add(sequence)
         return sequence.number
 
-    def admit_score(self, prompt: Ordered[int], top_k: int, at_ids: np.ndarray | None) -> int:
-        """Queue the scoring of a prompt of at least two tokens; returns its number."""
+    def _limit_time(self, sequence: Sequence, terms: Terms) -> None:
+        if terms.deadline_s is not None:
+            sequence.deadline = time.monotonic() + terms.deadline_s
+            self._deadlines = True
+
+    def _check_honoured(self, params: SamplingParams) -> None:
+        for index in params.logit_bias:
+            if not 0 <= index < self._vocab_size:
+                raise LimitError(f"logit_bias names token {index}, outside the vocabulary of {self._vocab_size}",
+                                 "Give ids of this model's tokenizer.")
+        if self._runner.adjusts_logits:
+            return
+        asked = [name for name, given in (
+            ("presence_penalty", params.presence_penalty), ("frequency_penalty", params.frequency_penalty),
+            ("repetition_penalty", params.repetition_penalty != 1.0), ("logit_bias", params.logit_bias),
+            ("grammar", params.grammar), ("min_p", params.min_p)) if given]
+        if asked:
+            raise LimitError(f"{', '.join(asked)} cannot be honoured on this engine's device", "Leave it out.")
+
+    def admit_score(self, prompt: Ordered[int], top_k: int, at_ids: np.ndarray | None, terms: Terms = PLAIN) -> int:
+        """Queue the scoring of a prompt of at least two tokens; returns its number. Every row is computed: kept
+        blocks are neither used nor left."""
         self._check_prompt(prompt, 0)
         rows = len(prompt) - 1
         if rows < 1:
@@ -111,7 +191,8 @@ class Loop:
             np.empty((rows, top_k), np.float32) if top_k else None,
             None if ids is None else np.empty(tuple(ids.shape), np.float32))
         sequence = Sequence(next(self._numbers), list(prompt), len(prompt), SamplingParams(max_tokens=0), 0,
-                            frozenset(), score=score)
+                            frozenset(), score=score, priority=terms.priority)
+        self._limit_time(sequence, terms)
         self._sequences[sequence.number] = sequence
         self._scheduler.add(sequence)
         return sequence.number
@@ -143,10 +224,10 @@ class Loop:
 
     def step(self) -> list[TokenEvent]:
         """Launch one step and give the new tokens of the oldest one, if it is time to read it."""
+        events = self._expire()
         chunks = self._scheduler.schedule()
         if chunks:
-            self._launch(chunks)
-        events: list[TokenEvent] = []
+            events += self._launch(chunks)
         while self._flights and (len(self._flights) > self._runner.lookahead or not chunks):
             events += self._read(self._flights.popleft())
         if self.idle:
@@ -154,25 +235,58 @@ class Loop:
             self._pool.defragment()
         return events
 
-    def _launch(self, chunks: list[Chunk]) -> None:
-        launched = self._runner.launch(chunks)
+    def _expire(self) -> list[TokenEvent]:
+        """End the sequences whose time is over."""
+        if not self._deadlines:
+            return []
+        now = time.monotonic()
+        live = [sequence for sequence in self._scheduler if sequence.deadline is not None]
+        self._deadlines = bool(live)
+        late = [sequence for sequence in live if sequence.deadline is not None and sequence.deadline <= now]
+        return [self._fail(sequence, "deadline", f"the deadline passed {now - (sequence.deadline or now):.1f} s ago, "
+                           f"after {sequence.num_generated - sequence.unknown} tokens") for sequence in late]
+
+    def _fail(self, sequence: Sequence, reason: FinishReason, message: str) -> TokenEvent:
+        """End a sequence without a token; what it has generated stays."""
+        sequence.error = message
+        self.faults += reason == "error"
+        self._finish(sequence, reason, time.perf_counter())
+        text = "" if sequence.text is None else sequence.text.finish()
+        return TokenEvent(sequence.number, None, text, None, reason, message)
+
+    def _launch(self, chunks: list[Chunk]) -> list[TokenEvent]:
+        """Start a step. When it raises, start it sequence by sequence, so that the culprit fails alone."""
+        before = [chunk.sequence.computed for chunk in chunks]
+        try:
+            self._flights.append(self._runner.launch(chunks))
+        except Exception as error:
+            for chunk, computed in zip(chunks, before, strict=True):
+                chunk.sequence.computed = computed
+            if len(chunks) > 1:
+                return [event for chunk in chunks for event in self._launch([chunk])]
+            _LOG.exception("sequence %d failed", chunks[0].sequence.number)
+            return [self._fail(chunks[0].sequence, "error", f"{type(error).__name__}: {error}")]
         self.steps += 1
         self.tokens_computed += sum(chunk.count for chunk in chunks)
-        for chunk in chunks:
-            sequence = chunk.sequence
-            if sequence.remaining:
-                continue
-            if sequence.score is not None:
-                self._finish(sequence, "length", time.perf_counter())
-            else:
-                sequence.reserve()
-        self._flights.append(launched)
+        return [event for chunk in chunks if (event := self._launched(chunk.sequence)) is not None]
+
+    def _launched(self, sequence: Sequence) -> TokenEvent | None:
+        """A step has this sequence in it: keep full blocks, and await its next token; a finished score is an event."""
+        self._scheduler.remember(sequence)
+        if sequence.remaining:
+            return None
+        if sequence.score is None:
+            sequence.reserve()
+            return None
+        self._finish(sequence, "length", time.perf_counter())
+        return TokenEvent(sequence.number, None, "", None, "length")
 
     def _read(self, launched: Launched) -> list[TokenEvent]:
         chosen = launched.result()
         now = time.perf_counter()
-        return [self._accept(sequence, token, logprob, now) for sequence, token, logprob in chosen
-                if not sequence.finished]
+        return [self._fail(sequence, "error", token.message) if isinstance(token, Fault)
+                else self._accept(sequence, token, logprob, now)
+                for sequence, token, logprob in chosen if not sequence.finished]
 
     def _accept(self, sequence: Sequence, token: int, logprob: TokenLogprob | None, now: float) -> TokenEvent:
         assert sequence.text is not None
@@ -183,16 +297,29 @@ class Loop:
             sequence.logprobs.append(logprob)
         if sequence.first_token_at is None:
             sequence.first_token_at = now
+        if sequence.params.penalised:
+            sequence.counts[token] = sequence.counts.get(token, 0) + 1
         text = sequence.text.push(token, may_stop=known >= sequence.params.min_tokens)
         reason: FinishReason | None = None
-        if token in sequence.stop_ids or sequence.text.stopped:
-            reason = "stop"
-        elif known >= sequence.params.max_tokens:
-            reason = "length"
+        try:
+            if token in sequence.stop_ids or sequence.text.stopped or self._completes(sequence, token):
+                reason = "stop"
+            elif known >= sequence.params.max_tokens:
+                reason = "length"
+        except GrammarError as error:
+            return self._fail(sequence, "error", error.message)
         if reason is not None:
             text += sequence.text.finish()
             self._finish(sequence, reason, now)
         return TokenEvent(sequence.number, token, text, logprob, reason)
+
+    @staticmethod
+    def _completes(sequence: Sequence, token: int) -> bool:
+        """Move the grammar on; whether nothing may follow."""
+        if sequence.matcher is None:
+            return False
+        sequence.matcher.accept(token)
+        return sequence.matcher.finished
 
     def _finish(self, sequence: Sequence, reason: FinishReason, now: float) -> None:
         sequence.forget_unknown()
@@ -212,26 +339,80 @@ class Loop:
         completion = CompletionOutput(
             index=0, text=sequence.text.text, token_ids=list(sequence.generated),
             logprobs=None if sequence.params.logprobs is None else sequence.logprobs,
-            finish_reason=sequence.finish_reason)
+            finish_reason=sequence.finish_reason, error=sequence.error)
         start = sequence.admitted_at
         return RequestOutput(
             prompt_token_ids=sequence.tokens[:sequence.prompt_len], outputs=[completion],
             ttft_s=None if sequence.first_token_at is None else sequence.first_token_at - start,
-            e2e_s=None if sequence.finished_at is None else sequence.finished_at - start)
+            e2e_s=None if sequence.finished_at is None else sequence.finished_at - start,
+            cached_tokens=sequence.cached_tokens or 0)
 
     def take_score(self, number: int) -> PromptScore:
         """The finished scores, which are then forgotten."""
-        score = self._sequences.pop(number).score
+        sequence = self._sequences.pop(number)
+        score = sequence.score
         assert score is not None
+        if sequence.error is not None:
+            raise EngineError(f"scoring failed: {sequence.error}", "See the engine's log.")
         return PromptScore(score.logprobs, score.greedy, score.top_ids, score.top_logprobs, score.at_logprobs)
+
+    def score_choices(self, questions: Ordered[Choices]) -> list[list[PromptScore] | None]:
+        """Score continuations of shared contexts in steps of their own, between other work: blocks must be free.
+
+        None for a question that this runner, or the limits of one step, cannot take whole: score its prompts apart.
+        LimitError as for prompts.
+        """
+        for question in questions:
+            for one in question.continuations:
+                self._check_prompt([*question.context, *one], 0)
+        found: list[list[PromptScore] | None] = [None] * len(questions)
+        sizes = [question.rows(self._pool.block_size) for question in questions]
+        waiting = deque(i for i, size in enumerate(sizes) if size <= self._limits.max_num_tokens)
+        while isinstance(self._runner, ChoiceRunner) and (step := self._take_choices(questions, sizes, waiting)):
+            try:
+                scored = self._runner.score_choices([questions[i] for i in step], list(step.values()))
+            finally:
+                for parts in step.values():
+                    release(parts, self._pool)
+            found = [scores if i not in step else scored[list(step).index(i)] for i, scores in enumerate(found)]
+            self.steps += 1
+            self.tokens_computed += sum(sizes[i] for i in step)
+        return found
+
+    def _take_choices(self, questions: Ordered[Choices], sizes: Ordered[int], waiting: deque[int]
+                      ) -> dict[int, list[Part]]:
+        """The first waiting questions that fit one step, taken from ``waiting``, with their blocks."""
+        step: dict[int, list[Part]] = {}
+        budget = self._limits.max_num_tokens
+        while waiting and sizes[waiting[0]] <= budget:
+            parts = parts_of(questions[waiting[0]], self._pool)
+            if parts is None:
+                break
+            budget -= sizes[waiting[0]]
+            step[waiting.popleft()] = parts
+        return step
 
     def check(self) -> None:
         """Every KV block is free or owned by one sequence."""
         self._scheduler.check()
 
+    def forget_prefixes(self) -> int:
+        """Free all kept blocks (a measurement without reuse begins so); returns how many there were."""
+        return self._pool.forget()
+
+    def describe(self) -> list[dict[str, object]]:
+        """Every live sequence in numbers, for a dump when something hangs."""
+        return [{"number": its.number, "prompt": its.prompt_len, "tokens": len(its.tokens), "computed": its.computed,
+                 "unknown": its.unknown, "blocks": len(its.table), "preemptions": its.preemptions,
+                 "priority": its.priority, "running": its in self._scheduler.running}
+                for its in self._sequences.values() if not its.finished]
+
     def stats(self) -> dict[str, int]:
-        """Counts now and since the engine was opened."""
+        """Counts now and since the engine was opened; free + used + cached blocks = all."""
         return {"blocks": self._pool.num_blocks, "free_blocks": self._pool.free, "used_blocks": self._pool.used,
-                "running": len(self._scheduler.running), "waiting": len(self._scheduler.waiting), "steps": self.steps,
+                "cached_blocks": self._pool.cached, "running": len(self._scheduler.running),
+                "waiting": len(self._scheduler.waiting), "steps": self.steps,
                 "preemptions": self._scheduler.preemptions, "tokens_computed": self.tokens_computed,
-                "tokens_generated": self.tokens_generated}
+                "tokens_generated": self.tokens_generated, "prefix_tokens": self._scheduler.looked_up_tokens,
+                "prefix_hit_tokens": self._scheduler.hit_tokens, "evictions": self._pool.evictions,
+                "faults": self.faults}

@@ -11,18 +11,17 @@ from dataclasses import dataclass
 
 import torch
 
-from engines.request import TokenLogprob
-from engines.runtime.batch import make_batch
+from engines.request import PromptScore, TokenLogprob
+from engines.runtime.batch import HEAD_ROWS, make_batch
+from engines.runtime.choices import Choices as Question
+from engines.runtime.choices import Part, score_step
 from engines.runtime.cpu import CpuBackend, StepContext
-from engines.runtime.sampler import sample
+from engines.runtime.sampler import Fault, sample
 from engines.runtime.scheduler import Chunk
 from engines.runtime.scores import score_rows
 from engines.runtime.sequence import Sequence
 
-HEAD_ROWS = 128
-
-
-Choices = list[tuple[Sequence, int, TokenLogprob | None]]
+Choices = list[tuple[Sequence, int | Fault, TokenLogprob | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +38,7 @@ class CpuRunner:
     """Runs chunks on the CPU backend, one step at a time."""
 
     lookahead = 0
+    adjusts_logits = True
 
     def __init__(self, backend: CpuBackend, block_size: int) -> None:
         self._backend = backend
@@ -67,6 +67,11 @@ class CpuRunner:
                 at += 1
             sequence.computed += chunk.count
         return Computed(self._sample(samplers, hidden, sampler_rows, context))
+
+    @torch.inference_mode()
+    def score_choices(self, questions: Ordered[Question], parts: Ordered[Ordered[Part]]) -> list[list[PromptScore]]:
+        """One step over whole questions; see ``choices``."""
+        return score_step(self._backend, questions, parts, self._block_size)
 
     def _sample(self, sequences: list[Sequence], hidden: torch.Tensor, rows: list[int], context: StepContext
                 ) -> Choices:

@@ -6,7 +6,7 @@
 
 A step computes ``tokens[computed : computed + n]``; when that reaches the end of ``tokens``, the last row's logits
 choose the next one. Preemption gives the blocks back and sets ``computed`` to 0: everything is recomputed later, and
-generated tokens are kept.
+generated tokens are kept. Blocks that ended sequences left behind may give ``computed`` a start above 0.
 
 A step that was launched but not read yet has chosen tokens that only the device knows: each stands in ``tokens`` as
 UNKNOWN, and ``unknown`` counts them. So lengths, positions and blocks are always those of what has been launched.
@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from engines.request import FinishReason, SamplingParams, TokenLogprob
+from engines.runtime.grammar import Matcher
 from engines.runtime.text_stream import TextStream
 
 #: A token that a launched step has chosen and nobody has read yet.
@@ -58,10 +59,42 @@ class Sequence:
     table: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    error: str | None = None
     preemptions: int = 0
+    #: Lower runs first; among equals the older one.
+    priority: int = 0
+    #: Monotonic time at which it ends, finished or not.
+    deadline: float | None = None
+    #: Keys of its full blocks (``blocks.block_key``) as far as they were needed; [] until then. None: no prefix reuse.
+    keys: list[bytes] | None = None
+    root: bytes = b""
+    #: How many blocks of its table are kept for others (``BlockPool.keep``).
+    kept: int = 0
+    #: Prompt tokens that were found in the cache when it first started.
+    cached_tokens: int | None = None
+    #: How often a younger sequence started before it.
+    passed: int = 0
+    matcher: Matcher | None = None
+    #: Times each token was generated, for penalties.
+    counts: dict[int, int] = field(default_factory=dict)
     admitted_at: float = field(default_factory=time.perf_counter)
     first_token_at: float | None = None
     finished_at: float | None = None
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """The order in which sequences are served, and in which the last gives way."""
+        return self.priority, self.number
+
+    @property
+    def known(self) -> int:
+        """Tokens whose ids the host knows."""
+        return len(self.tokens) - self.unknown
+
+    @property
+    def blocked(self) -> bool:
+        """Its next token depends on one that is under way."""
+        return self.unknown > 0 and self.params.stepwise
 
     @property
     def generated(self) -> Ordered[int]:

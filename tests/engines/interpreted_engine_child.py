@@ -16,7 +16,7 @@ from tiny_models import tiny_llama
 from engines.build.builder import build
 from engines.llm import LLM
 from engines.plan import EngineSpec
-from engines.request import SamplingParams
+from engines.request import Grammar, SamplingParams
 
 
 def main(work: Path) -> None:
@@ -38,7 +38,14 @@ def main(work: Path) -> None:
         assert worst < 0.3, worst
     [ours], [theirs] = (llm.loglikelihood(prompts[:1], top_k=2) for llm in (gpu, cpu))
     assert float(np.abs(ours.logprobs - theirs.logprobs).max()) < 0.3
-    assert gpu.stats()["free_blocks"] == gpu.stats()["blocks"]
+    assert gpu.stats()["used_blocks"] == 0
+    again = SamplingParams(max_tokens=5, ignore_eos=True, presence_penalty=2.0, repetition_penalty=1.5,
+                           logit_bias={7: 4.0})
+    formed = SamplingParams(max_tokens=5, grammar=Grammar(kind="regex", source="[ab]{3}"))
+    for asked in (again, formed):  # host-adjusted logits; the second prompt begins with a kept block
+        ours, theirs = ([out.outputs[0].token_ids for out in llm.generate(prompts, asked)] for llm in (gpu, cpu))
+        assert ours == theirs, (ours, theirs)
+    assert gpu.stats()["prefix_hit_tokens"] > 0
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ def test_nothing_is_compiled_after_loading(precision: str, tmp_path: Path) -> No
         stats = gpu.stats()
         assert stats["compiles_after_loading"] == 0
         assert stats["graph_steps"] > 0
-        assert stats["free_blocks"] == stats["blocks"]
+        assert stats["free_blocks"] + stats["cached_blocks"] == stats["blocks"]
 
 
 @pytest.mark.gpu

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from engines.request import SamplingParams
-from engines.runtime.sampler import sample, uniform
+from engines.request import SamplingParams, seed_of
+from engines.runtime.sampler import Fault, adjust, sample, uniform
 from engines.runtime.sequence import Sequence
 
 
@@ -91,3 +91,45 @@ def test_logprobs_are_natural_and_before_temperature() -> None:
     assert report.logprob == pytest.approx(float(table[2]))
     assert report.top == pytest.approx({2: float(table[2]), 1: float(table[1])})
     assert sample(logits, [sequence(logprobs=0)])[0][1].top == {}
+
+
+def test_penalties_and_bias_are_what_they_say() -> None:
+    logits = torch.tensor([[2.0, 1.5, -1.0, 0.0]])
+    its = sequence(position=1, presence_penalty=0.5, frequency_penalty=0.25, repetition_penalty=2.0,
+                   logit_bias={3: 1.0})
+    its.tokens = [0, 1, 1, 2]
+    its.counts = {1: 2, 2: 1}
+    row = logits[0].clone()
+    assert adjust(row, its) is None
+    # repetition on prompt and output, presence and frequency on output only, bias last
+    assert row.tolist() == pytest.approx([1.0, 0.75 - 0.5 - 0.5, -2.0 - 0.5 - 0.25, 1.0])
+
+
+def test_min_p_leaves_out_what_is_less_probable_than_its_share_of_the_best() -> None:
+    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
+    assert np.abs(draws(logits, 1500, temperature=1.0, min_p=0.5) - [5 / 8, 3 / 8, 0, 0]).max() < 0.05
+    assert draws(logits, 100, temperature=1.0, min_p=1.0).tolist() == [1, 0, 0, 0]
+
+
+def test_a_row_that_is_not_finite_is_its_own_fault() -> None:
+    logits = torch.tensor([[0.0, 1.0], [0.0, torch.nan], [3.0, 1.0]])
+    (first, _), (fault, report), (last, _) = sample(logits, [sequence(), sequence(logprobs=1), sequence()])
+    assert (first, last, report) == (1, 0, None)
+    assert isinstance(fault, Fault)
+    assert "not finite" in fault.message
+
+
+def test_reported_log_probabilities_are_the_models_own() -> None:
+    logits = torch.tensor([[2.0, 1.0, 0.0]])
+    [(token, report)] = sample(logits.clone(), [sequence(logprobs=1, logit_bias={2: 50.0})])
+    assert token == 2
+    assert report is not None
+    assert report.logprob == pytest.approx(float(torch.log_softmax(logits[0], -1)[2]))
+    assert list(report.top) == [0]
+
+
+def test_derived_seeds_are_the_requests_own_first_and_then_differ() -> None:
+    seeds = [seed_of(41, index) for index in range(50)]
+    assert seeds[0] == 41
+    assert len(set(seeds)) == 50
+    assert all(0 <= seed < 2**63 for seed in seeds)

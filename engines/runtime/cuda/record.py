@@ -131,7 +131,7 @@ class HostRecord:
         self._floats["temperature"][:] = 0.0
         self._floats["temperature"][:count] = [its.temperature for its in params]
         self._floats["top_p"][:count] = [its.top_p for its in params]
-        self._floats["min_p"][:count] = 0.0
+        self._floats["min_p"][:count] = [its.min_p for its in params]
         self._top_k[:count] = [its.top_k for its in params]
         self._longs["seeds"][:count] = [sequence.seed for sequence in sequences]
         self._longs["positions"][:count] = [len(sequence.tokens) for sequence in sequences]

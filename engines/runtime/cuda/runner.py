@@ -16,7 +16,6 @@ but its logits buffer is the same one.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence as Ordered
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -24,7 +23,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from engines.errors import EngineError
 from engines.plan import Plan
 from engines.request import TokenLogprob
 from engines.runtime.cuda.arena import Arena
@@ -32,11 +30,12 @@ from engines.runtime.cuda.graphs import PREFILL_ROWS, PREFILL_TOKENS, Graphs, Ke
 from engines.runtime.cuda.ops import Shape
 from engines.runtime.cuda.record import HostRecord, RowWriter, Slots
 from engines.runtime.cuda.steps import Steps
+from engines.runtime.sampler import Fault, adjust, adjusts
 from engines.runtime.scheduler import Chunk
 from engines.runtime.scores import score_rows
 from engines.runtime.sequence import Sequence
 
-Choice = tuple[Sequence, int, TokenLogprob | None]
+Choice = tuple[Sequence, int | Fault, TokenLogprob | None]
 
 
 @dataclass(slots=True)
@@ -48,9 +47,10 @@ class Pending:
     logprobs: np.ndarray
     event: torch.cuda.Event | None
     tops: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    faults: dict[int, Fault] = field(default_factory=dict)
 
     def result(self) -> list[Choice]:
-        """The next token of every sequence that got one. EngineError for logits that are not numbers."""
+        """The next token of every sequence that got one; a Fault where the logits are not numbers."""
         if self.event is not None:
             self.event.synchronize()
         found: list[Choice] = []
@@ -58,10 +58,11 @@ class Pending:
             if sequence is None:
                 continue
             token = int(self.tokens[index])
-            if token < 0:
-                raise EngineError(f"sequence {sequence.number} has logits that are not finite at position "
-                                  f"{len(sequence.tokens)}", "The checkpoint's scales or weights are broken; verify."
-                                  )
+            if token < 0 or index in self.faults:
+                fault = self.faults.get(index) or Fault(
+                    f"the logits at position {len(sequence.tokens)} are not finite")
+                found.append((sequence, fault, None))
+                continue
             found.append((sequence, token, self._logprob(index, token, sequence)))
         return found
 
@@ -99,6 +100,7 @@ class CudaRunner:
 
     #: Steps that may be launched before the oldest one is read.
     lookahead = 1
+    adjusts_logits = True
 
     def __init__(self, plan: Plan, arena: Arena, steps: Steps, graphs: Graphs,
                  stream: torch.cuda.Stream | None) -> None:
@@ -107,6 +109,7 @@ class CudaRunner:
         self._ring = _Ring(arena, stream is not None, self.lookahead + 2)
         self._sizes = decode_sizes(plan.limits.max_batch_size)
         self._unmasked: torch.Tensor | None = None
+        self._faults: dict[int, Fault] = {}
         self.graph_steps = self.eager_steps = 0
 
     def _on_stream(self) -> AbstractContextManager[object]:
@@ -140,7 +143,7 @@ class CudaRunner:
         record.selected[:len(chunks)] = range(len(chunks))
         record.write_sampling(sequences)
         self._send(record, writer.finish(size))
-        masks = _masks(sequences)
+        masks = _adjusted(sequences)
         key = Key("decode", size, size)
         if masks or not self._replay(key):
             self._steps.body(Shape(size, decodes=size))
@@ -169,7 +172,7 @@ class CudaRunner:
         if samplers:
             size = smallest(self._sizes, len(samplers))
             assert size is not None
-            masks = _masks(sequences)
+            masks = _adjusted(sequences)
             if masks or not self._replay(Key("head", size, size)):
                 self._head(size, masks)
         return [chunk for chunk, _ in samplers]
@@ -201,9 +204,9 @@ class CudaRunner:
     def _send(self, record: HostRecord, words: int) -> None:
         self._arena.record.words[:words].copy_(record.words[:words], non_blocking=True)
 
-    def _head(self, size: int, masks: dict[int, list[int]]) -> None:
-        """The head without a graph: where stop tokens are masked, or where there are no graphs. Reported
-        log-probabilities are the model's own, before the mask."""
+    def _head(self, size: int, masks: dict[int, Sequence]) -> None:
+        """The head without a graph: where logits are adjusted (stop tokens masked, penalties, bias, a grammar), or
+        where there are no graphs. Reported log-probabilities are the model's own, before that."""
         if not masks:
             self._steps.head(size)
             return
@@ -213,8 +216,9 @@ class CudaRunner:
             self._unmasked = logits.float()
             if self._unmasked is logits:
                 self._unmasked = logits.clone()
-            for row, ids in masks.items():
-                logits[row, torch.tensor(ids, device=logits.device)] = -math.inf
+            for row, sequence in masks.items():
+                if fault := adjust(logits[row], sequence):
+                    self._faults[row] = fault
         self._steps.head(size, mask)
         assert self._unmasked is not None
         chosen = self._unmasked.gather(1, arena.sampled[:size, None].long().clamp(min=0)).squeeze(1)
@@ -237,7 +241,8 @@ class CudaRunner:
             logprobs[:count].copy_(self._arena.logprobs[:count], non_blocking=True)
         if event is not None:
             event.record()
-        return Pending(samplers, tokens.numpy(), logprobs.numpy(), event, tops)
+        faults, self._faults = self._faults, {}
+        return Pending(samplers, tokens.numpy(), logprobs.numpy(), event, tops, faults)
 
     def _top(self, index: int, sequence: Sequence) -> tuple[torch.Tensor, torch.Tensor]:
         """The most probable tokens of a row, under the model's own distribution."""
@@ -268,7 +273,6 @@ def _ends(chunk: Chunk) -> bool:
     return chunk.sequence.computed + chunk.count == len(chunk.sequence.tokens)
 
 
-def _masks(sequences: list[Sequence]) -> dict[int, list[int]]:
-    """Row -> token ids that may not be sampled yet (below min_tokens nothing may stop the sequence)."""
-    return {row: sorted(sequence.stop_ids) for row, sequence in enumerate(sequences)
-            if sequence.num_generated < sequence.params.min_tokens and sequence.stop_ids}
+def _adjusted(sequences: list[Sequence]) -> dict[int, Sequence]:
+    """Row -> sequence, for the rows whose logits are changed before sampling."""
+    return {row: sequence for row, sequence in enumerate(sequences) if adjusts(sequence)}
