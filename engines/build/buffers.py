@@ -5,6 +5,9 @@ tokens uses its first t rows, so one set of buffers (and of pointers, which CUDA
 takes the smallest free buffer that is large enough, else a new one; as all layers are alike, 32 of them need as many
 buffers as one.
 
+An attention is one kernel with the RoPE before it and the quantization after it where that can be
+(``runtime/cuda/ops``): what those read stays until the last of them has run.
+
 A fused add writes the residual over the old one where nobody else reads it: the residual stream stays in one place.
 Quantized rows have a second buffer for scales (4 bytes a token, or a token and group).
 
@@ -13,7 +16,7 @@ The same assignment is used to plan memory before anything is allocated and to a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from calib.scheme import Grid
@@ -28,6 +31,7 @@ from engines.program import (
     Linear,
     Op,
     Program,
+    Quantize,
     RopeKV,
     SelectRows,
     Split,
@@ -135,16 +139,30 @@ def assign(program: Program) -> Assignment:
     sizes = widths(program)
     assignment = Assignment()
     pool = _Pool(assignment.bytes_per_token)
-    last = {name: index for index, op in enumerate(body) for name in (*writes(op), *reads(op))}
+    last = last_uses(body)
     kept = {name for op in head for name in reads(op)}
     for index, op in enumerate(body):
         for name, value in _placed(op, index, last, kept, assignment, pool, sizes):
             assignment.values[name] = value
-        for name in sorted({*reads(op), *writes(op)}):
-            if last[name] == index and name not in kept and not _inherited(op, name, index, last, kept):
+        for name in sorted(name for name, end in last.items() if end == index):
+            if name not in kept and not _inherited(op, name, index, last, kept):
                 pool.give(assignment.values[name].buffer)
                 pool.give(assignment.values[name].scales)
     return assignment
+
+
+def last_uses(body: Sequence[Op]) -> dict[str, int]:
+    """Value -> the index of the last Op that touches it, attentions taken together with RoPE and quantization."""
+    last = {name: index for index, op in enumerate(body) for name in (*writes(op), *reads(op))}
+    made = {op.out: op for op in body if isinstance(op, RopeKV)}
+    for index, op in enumerate(body):
+        if not isinstance(op, Attention):
+            continue
+        after = body[index + 1] if index + 1 < len(body) else None
+        end = index + 1 if isinstance(after, Quantize) and after.x == op.out else index
+        for name in (op.q, *([made[op.q].qkv] if op.q in made else [])):
+            last[name] = max(last[name], end)
+    return last
 
 
 def _inherited(op: Op, name: str, index: int, last: dict[str, int], kept: set[str]) -> bool:

@@ -28,7 +28,7 @@ from engines.build.impls import group_of, impl_for
 from engines.build.kernel_table import entry, mode_of, silu_shape
 from engines.build.plan_gpu import workspace_bytes
 from engines.build.weights import linear_key, stored_names
-from engines.kernels import attention_decode, norm, quantize, rope_kv, silu_mul
+from engines.kernels import attention_decode, norm, quantize, silu_mul
 from engines.kernels.compile_ahead import collect, compile_variants
 from engines.kernels.impl import KernelConfig
 from engines.plan import KernelChoice, Plan, linear_shape
@@ -183,7 +183,6 @@ def sites(plan: Plan, tops: Mapping[str, Ordered[KernelConfig]]) -> list[Site]:
         found.append(Site("silu_mul", silu_shape(op), tuple(silu_mul.candidates(
             op.width, mode_of(grid), 0 if grid is None else group_of(grid), facts))))
     found.append(Site("norm", f"n={model.hidden_size}", tuple(norm.candidates(model.hidden_size, facts))))
-    found.append(Site("rope_kv", "heads", tuple(rope_kv.candidates(model.num_heads, model.num_kv_heads, facts))))
     if any(op.op == "quantize" for op in plan.program.ops):
         found.append(Site("quantize", "any", tuple(quantize.candidates(model.hidden_size, facts))))
     body = {linear_shape(op) for op in plan.program.linears()[:-1]}

@@ -25,7 +25,8 @@ may leave quantized: fp8 with a static scale, or int8 groups that divide head_di
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import triton
@@ -111,6 +112,32 @@ def merge_kernel(plan_ptr, acc_ptr, stats_ptr, v_scale_ptr, out_ptr, scales_ptr,
                HEAD_DIM, CHUNK, QUANT, GROUP)
 
 
+@triton.jit
+def finish_item(m, total, acc, item, split, splits, sequence, kv_head, row, dims, acc_ptr, stats_ptr, counter_ptr,
+                v_scale_ptr, out_ptr, scales_ptr, input_scale_ptr, pre_quant_ptr, out_stride, num_groups, num_kv_heads,
+                QUERY_LEN: tl.constexpr, GQA: tl.constexpr, HEAD_DIM: tl.constexpr, LIVE2: tl.constexpr,
+                MERGE: tl.constexpr, CHUNK: tl.constexpr, QUANT: tl.constexpr, GROUP: tl.constexpr) -> None:
+    """An item's sums (m, total, acc) [R ...]: its sequence's only ones are stored, others left as partials."""
+    LIVE: tl.constexpr = QUERY_LEN * GQA
+    if splits == 1:
+        _store(normalised(acc, total, v_scale_ptr), sequence, kv_head, row, dims, out_ptr, scales_ptr, input_scale_ptr,
+               pre_quant_ptr, out_stride, num_groups, QUERY_LEN, GQA, HEAD_DIM, QUANT, GROUP)
+    else:
+        slot = (item.to(tl.int64) * num_kv_heads + kv_head) * LIVE + row
+        tl.store(acc_ptr + slot[:, None] * HEAD_DIM + dims[None, :], acc,
+                 mask=(row < LIVE)[:, None] & (dims < HEAD_DIM)[None, :])
+        tl.store(stats_ptr + slot * 2, m, mask=row < LIVE)
+        tl.store(stats_ptr + slot * 2 + 1, total, mask=row < LIVE)
+        if MERGE == 1:
+            counter = counter_ptr + sequence * num_kv_heads + kv_head
+            tl.debug_barrier()
+            if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
+                tl.store(counter, 0)
+                _merge(item - split, splits, sequence, kv_head, tl.arange(0, LIVE2), dims, acc_ptr, stats_ptr,
+                       v_scale_ptr, out_ptr, scales_ptr, input_scale_ptr, pre_quant_ptr, out_stride, num_groups,
+                       num_kv_heads, QUERY_LEN, GQA, HEAD_DIM, CHUNK, QUANT, GROUP)
+
+
 @triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["table_ptr"])
 def decode_kernel(q_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, acc_ptr, stats_ptr, counter_ptr, k_scale_ptr, v_scale_ptr,
                   out_ptr, scales_ptr, input_scale_ptr, pre_quant_ptr, sm_scale, table_stride, out_stride, num_groups,
@@ -150,23 +177,9 @@ def decode_kernel(q_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, acc_ptr, stats_ptr, 
             m, total, acc = attention_step(q, m, total, acc, start, end, last_key, table, k_ptr, v_ptr, kv_head,
                                            num_kv_heads, 0, dims, scale, HEAD_DIM, BLOCK_SIZE, TILE, True,
                                            QUERY_LEN > 1, WINDOW, SOFTCAP, EXACT)
-        if splits == 1:
-            _store(normalised(acc, total, v_scale_ptr), sequence, kv_head, row, dims, out_ptr, scales_ptr,
-                   input_scale_ptr, pre_quant_ptr, out_stride, num_groups, QUERY_LEN, GQA, HEAD_DIM, QUANT, GROUP)
-        else:
-            slot = (item.to(tl.int64) * num_kv_heads + kv_head) * LIVE + row
-            tl.store(acc_ptr + slot[:, None] * HEAD_DIM + dims[None, :], acc,
-                     mask=(row < LIVE)[:, None] & (dims < HEAD_DIM)[None, :])
-            tl.store(stats_ptr + slot * 2, m, mask=row < LIVE)
-            tl.store(stats_ptr + slot * 2 + 1, total, mask=row < LIVE)
-            if MERGE == 1:
-                counter = counter_ptr + sequence * num_kv_heads + kv_head
-                tl.debug_barrier()
-                if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
-                    tl.store(counter, 0)
-                    _merge(item - split, splits, sequence, kv_head, tl.arange(0, LIVE2), dims, acc_ptr, stats_ptr,
-                           v_scale_ptr, out_ptr, scales_ptr, input_scale_ptr, pre_quant_ptr, out_stride, num_groups,
-                           num_kv_heads, QUERY_LEN, GQA, HEAD_DIM, CHUNK, QUANT, GROUP)
+        finish_item(m, total, acc, item, split, splits, sequence, kv_head, row, dims, acc_ptr, stats_ptr, counter_ptr,
+                    v_scale_ptr, out_ptr, scales_ptr, input_scale_ptr, pre_quant_ptr, out_stride, num_groups,
+                    num_kv_heads, QUERY_LEN, GQA, HEAD_DIM, LIVE2, MERGE, CHUNK, QUANT, GROUP)
 
 
 def candidates(head_dim: int, block_size: int, kv_bytes: int, device: DeviceFacts, *,
@@ -175,15 +188,28 @@ def candidates(head_dim: int, block_size: int, kv_bytes: int, device: DeviceFact
     if block_size != next_pow2(block_size):
         raise ValueError(f"block_size must be a power of two, found {block_size}")
     sms = max(1, device.num_sms)
-    rules = [(512, 0, 0), (256, 0, 0)] if deterministic else [(0, 2 * sms, 128), (0, 4 * sms, 128), (0, 4 * sms, 256)]
+    rules = [(512, 0, 0), (256, 0, 0)] if deterministic else [(0, 2 * sms, 128), (0, 4 * sms, 64)]
     found = []
-    for tile, warps, stages in ((128, 4, 3), (64, 4, 3), (32, 2, 4), (32, 4, 2)):
-        if (stages - 1) * 2 * tile * next_pow2(head_dim) * kv_bytes > device.shared_bytes * 3 // 4:
+    tiles = ((128, 4, 3), (256, 8, 2), (128, 8, 2), (64, 4, 3), (32, 4, 2))
+    for tile, warps, stages in tiles if kv_bytes > 1 else ((128, 8, 2), (256, 8, 2), (64, 4, 3), (32, 4, 2)):
+        if max(1, stages - 1) * 2 * tile * next_pow2(head_dim) * kv_bytes > device.shared_bytes * 3 // 4:
             continue
         for merge, (split, target, least) in [(m, r) for r in rules for m in (1, 0)]:
+            if split % tile:
+                continue
             found.append(KernelConfig.of("split", TILE=tile, SPLIT=split, TARGET=target, MIN_SPLIT=least, MERGE=merge,
                                          num_warps=warps, num_stages=stages, pdl=device.capability >= 90))
     return found
+
+
+def check_epilogue(quant: ActQuant, group: int, head_dim: int, query_len: int) -> None:
+    """ValueError for quantized outputs that no single program can make."""
+    if quant.per_token:
+        raise ValueError(f"{quant.name} needs the whole row: store bf16 here and use quantize.launch")
+    if group and (head_dim % group or query_len != 1 or head_dim != next_pow2(head_dim)):
+        raise ValueError("INT8_GROUP here needs groups that divide a power-of-two head_dim and query_len 1, found "
+                         f"group {group}, head_dim {head_dim}, query_len {query_len}: store bf16, then "
+                         "quantize.launch")
 
 
 def _check(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor, out: torch.Tensor,
@@ -197,12 +223,7 @@ def _check(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_
     if block_table.shape[0] != batch or block_table.dtype != torch.int32 or block_table.stride(1) != 1:
         raise ValueError(f"block_table must be int32 [{batch}, blocks], found {block_table.dtype} "
                          f"{tuple(block_table.shape)}")
-    if quant.per_token:
-        raise ValueError(f"{quant.name} needs the whole row: store bf16 here and use quantize.launch")
-    if group and (head_dim % group or query_len != 1 or head_dim != next_pow2(head_dim)):
-        raise ValueError("INT8_GROUP here needs groups that divide a power-of-two head_dim and query_len 1, found "
-                         f"group {group}, head_dim {head_dim}, query_len {query_len}: store bf16, then "
-                         "quantize.launch")
+    check_epilogue(quant, group, head_dim, query_len)
     return num_heads, num_kv_heads, block_size, head_dim
 
 
@@ -231,13 +252,26 @@ def launch(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_
         input_scale, pre_quant_scale, sm_scale, block_table.stride(0), out.stride(0), num_groups,
         num_kv_heads, ROWS=max(16, next_pow2(live)), LIVE2=next_pow2(live), BLOCK_SIZE=block_size, TILE=config["TILE"],
         WINDOW=work.window, SOFTCAP=softcap, MERGE=config["MERGE"], EXACT=INTERPRETED,
-        CHUNK=max(1, min(16, 8192 // (next_pow2(live) * block_d))), **common, **options)
+        CHUNK=merge_chunk(live, block_d), **common, **options)
     if not config["MERGE"]:
-        options["num_stages"] = options["num_warps"] = 1
-        merge_kernel[(live, num_kv_heads, work.batch)](
-            work.plan, work.acc, work.stats, v_scale, out, scales, input_scale, pre_quant_scale, work.capacity,
-            out.stride(0), num_groups, num_kv_heads, CHUNK=16, **common, **options)
+        launch_merge(work, num_kv_heads, live, v_scale, out, scales, input_scale, pre_quant_scale, num_groups, common,
+                     options)
     return out
+
+
+def launch_merge(work: Workspace, num_kv_heads: int, live: int, v_scale: torch.Tensor | None, out: torch.Tensor,
+                 scales: torch.Tensor | None, input_scale: torch.Tensor | None, pre_quant_scale: torch.Tensor | None,
+                 num_groups: int, common: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """The second kernel of ``MERGE`` 0: add up the partials of sequences that were split."""
+    merge_kernel[(live, num_kv_heads, work.batch)](
+        work.plan, work.acc, work.stats, v_scale, out, scales, input_scale, pre_quant_scale, work.capacity,
+        out.stride(0), num_groups, num_kv_heads, CHUNK=16, **common, **(dict(options) | {"num_stages": 1,
+                                                                                       "num_warps": 1}))
+
+
+def merge_chunk(live: int, block_d: int) -> int:
+    """How many partials the last program of a sequence asks for at once."""
+    return max(1, min(16, 8192 // (next_pow2(live) * block_d)))
 
 
 def twin(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_table: torch.Tensor,

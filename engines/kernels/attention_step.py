@@ -41,15 +41,12 @@ def query_operand(q, k_ptr, EXACT: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def attention_step(q, m, total, acc, start, end, last_key, table_ptr, k_ptr, v_ptr, kv_head, num_kv_heads, kv_stride,
-                   dims, scale, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
-                   MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-                   EXACT: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Keys start .. start + TILE, those at or beyond ``end`` masked if MASKED; returns the new (m, total, acc).
-
-    ``last_key`` [R] is each row's own position: CAUSAL hides keys after it, WINDOW those WINDOW or more before it.
-    ``table_ptr`` is the sequence's block table row; contiguous K and V point at the sequence's first token.
-    """
+def load_tile(start, end, table_ptr, k_ptr, v_ptr, kv_head, num_kv_heads, kv_stride, dims, HEAD_DIM: tl.constexpr,
+              BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr, PADDED: tl.constexpr
+              ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Keys start .. start + TILE as (key, inside, k [D, TILE], v [TILE, D]); those at or beyond ``end`` are zeros if
+    MASKED. ``table_ptr`` is the sequence's block table row; contiguous K and V point at the sequence's first token.
+    PADDED: ``dims`` reaches beyond HEAD_DIM."""
     key = start + tl.arange(0, TILE)
     inside = key < end
     if BLOCK_SIZE > 0:
@@ -64,7 +61,7 @@ def attention_step(q, m, total, acc, start, end, last_key, table_ptr, k_ptr, v_p
         offset = key.to(tl.int64) * kv_stride + kv_head * HEAD_DIM
     k_at = k_ptr + offset[None, :] + dims[:, None]
     v_at = v_ptr + offset[:, None] + dims[None, :]
-    if q.shape[1] != HEAD_DIM:
+    if PADDED:
         k = tl.load(k_at, mask=inside[None, :] & (dims < HEAD_DIM)[:, None], other=0.0)
         v = tl.load(v_at, mask=inside[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
     elif MASKED:
@@ -73,9 +70,29 @@ def attention_step(q, m, total, acc, start, end, last_key, table_ptr, k_ptr, v_p
     else:
         k = tl.load(k_at)
         v = tl.load(v_at)
-    s = tl.dot(q, dot_operand(k, EXACT))
+    return key, inside, k, v
+
+
+@triton.jit
+def capped(s, scale, SOFTCAP: tl.constexpr) -> tl.tensor:
+    """Products q k^T as base-2 scores."""
     if SOFTCAP > 0:
         s = (SOFTCAP * 1.4426950408889634) * tanh(s * scale)
+    else:
+        s = s * scale
+    return s
+
+
+@triton.jit
+def attend(q, m, total, acc, key, inside, k, v, last_key, scale, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
+           WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """One loaded tile through the online softmax; returns the new (m, total, acc).
+
+    ``last_key`` [R] is each row's own position: CAUSAL hides keys after it, WINDOW those WINDOW or more before it.
+    """
+    s = tl.dot(q, dot_operand(k, EXACT))
+    if SOFTCAP > 0:
+        s = capped(s, scale, SOFTCAP)
         scale = 1.0
     if MASKED:
         seen = inside[None, :]
@@ -94,6 +111,17 @@ def attention_step(q, m, total, acc, start, end, last_key, table_ptr, k_ptr, v_p
     v = dot_operand(v, EXACT)
     acc = tl.dot(p.to(v.dtype), v, acc * old[:, None])
     return m_new, total, acc
+
+
+@triton.jit
+def attention_step(q, m, total, acc, start, end, last_key, table_ptr, k_ptr, v_ptr, kv_head, num_kv_heads, kv_stride,
+                   dims, scale, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
+                   MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+                   EXACT: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """``load_tile``, then ``attend``."""
+    key, inside, k, v = load_tile(start, end, table_ptr, k_ptr, v_ptr, kv_head, num_kv_heads, kv_stride, dims, HEAD_DIM,
+                                  BLOCK_SIZE, TILE, MASKED, q.shape[1] != HEAD_DIM)
+    return attend(q, m, total, acc, key, inside, k, v, last_key, scale, MASKED, CAUSAL, WINDOW, SOFTCAP, EXACT)
 
 
 @triton.jit

@@ -33,16 +33,20 @@ from engines.kernels.quantize import check_act, store_act_twin
 @triton.jit(do_not_specialize_on_alignment=["rows_ptr"])
 def norm_kernel(x_ptr, residual_ptr, residual_out_ptr, rows_ptr, weight_ptr, pre_quant_ptr, out_ptr, scales_ptr,
                 input_scale_ptr, x_stride, residual_stride, residual_out_stride, out_stride, num_groups, n, eps,
-                QUANT: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr) -> None:
+                QUANT: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+                FENCE: tl.constexpr) -> None:
     """One program a row."""
     row = tl.program_id(0)
     cols = tl.arange(0, BLOCK)
     mask = cols < n
-    gdc_launch(PDL)
+    if not FENCE:
+        gdc_launch(PDL)
     weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
     if pre_quant_ptr is not None:
         weight = weight * tl.load(pre_quant_ptr + cols, mask=mask, other=0.0).to(tl.float32)
     gdc_wait(PDL)
+    if FENCE:
+        gdc_launch(PDL)
     if rows_ptr is not None:
         source = tl.load(rows_ptr + row).to(tl.int64)
     else:
@@ -91,10 +95,12 @@ def launch(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, config: Ker
            residual: torch.Tensor | None = None, residual_out: torch.Tensor | None = None,
            rows: torch.Tensor | None = None, pre_quant_scale: torch.Tensor | None = None,
            quant: ActQuant = ActQuant.NONE, group: int = 0, input_scale: torch.Tensor | None = None,
-           scales: torch.Tensor | None = None) -> torch.Tensor:
+           scales: torch.Tensor | None = None, fence: bool = False) -> torch.Tensor:
     """Fill ``out`` [m, n] from ``x`` [m, n] (``[t, n]`` with ``rows`` [m]); module docstring. Graph safe.
 
-    ``residual_out`` may be ``residual`` itself. Raises ValueError on a misfit.
+    ``residual_out`` may be ``residual`` itself. ``fence``: with PDL, dependents start only after this kernel's own
+    wait, so that whatever they read before theirs, this kernel's output apart, is complete (see ``attention_rope``).
+    Raises ValueError on a misfit.
     """
     m, n = _check(x, out, residual, residual_out, rows, weight)
     check_act(out, m, n, quant, group, input_scale, scales)
@@ -103,7 +109,7 @@ def launch(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, config: Ker
                           x.stride(0), 0 if residual is None else residual.stride(0),
                           0 if residual_out is None else residual_out.stride(0), out.stride(0),
                           n // group if group else 0, n, eps, QUANT=int(quant), GROUP=group, BLOCK=next_pow2(n),
-                          **launch_options(config))
+                          FENCE=fence, **launch_options(config))
     return out
 
 

@@ -42,7 +42,7 @@ from engines.kernels.quantize import FP8_MAX, INT8_MAX
 
 
 @triton.jit
-def _to_cache(x, inverse_scale, dtype: tl.constexpr) -> tl.tensor:
+def to_cache(x, inverse_scale, dtype: tl.constexpr) -> tl.tensor:
     """float32 into the cache's dtype."""
     if dtype == tl.float8e4nv:
         r = to_fp8(x * inverse_scale)
@@ -85,9 +85,9 @@ def _store_part(y, heads, dims, token, slot, mask, q_ptr, k_ptr, v_ptr, k_out_pt
     kept = mask & (slot >= 0)
     run = (slot // block_size) * num_kv_heads
     inside = (slot % block_size) * head_dim + dims
-    tl.store(k_ptr + (run + k_head) * block_size * head_dim + inside, _to_cache(y, k_inverse, k_ptr.dtype.element_ty),
+    tl.store(k_ptr + (run + k_head) * block_size * head_dim + inside, to_cache(y, k_inverse, k_ptr.dtype.element_ty),
              mask=kept & (k_head >= 0) & (v_head < 0))
-    tl.store(v_ptr + (run + v_head) * block_size * head_dim + inside, _to_cache(y, v_inverse, v_ptr.dtype.element_ty),
+    tl.store(v_ptr + (run + v_head) * block_size * head_dim + inside, to_cache(y, v_inverse, v_ptr.dtype.element_ty),
              mask=kept & (v_head >= 0))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engines.kernels import attention_decode, attention_prefill, norm, rope_kv, sample, silu_mul
+from engines.kernels import attention_decode, attention_prefill, attention_rope, norm, rope_kv, sample, silu_mul
 from engines.kernels.offline import CompileJob, compile_jobs
 
 POINTERS = {"q_ptr": "*bf16", "table_ptr": "*i32", "plan_ptr": "*i32", "acc_ptr": "*fp32", "stats_ptr": "*fp32",
@@ -33,7 +33,8 @@ HEAD = {"GQA": 4, "HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_SIZE": 16, "TILE": 64,
         "EXACT": False, "pre_quant_ptr": None, "input_scale_ptr": None}
 DECODE = HEAD | {"QUERY_LEN": 1, "ROWS": 16, "LIVE2": 4, "MERGE": 1, "CHUNK": 16, "GROUP": 0, "scales_ptr": None}
 UNSCALED = {"k_scale_ptr": None, "v_scale_ptr": None}
-ROW = {"pre_quant_ptr": None, "rows_ptr": None, "BLOCK": 4096}
+ROW = {"pre_quant_ptr": None, "rows_ptr": None, "BLOCK": 4096, "FENCE": True}
+ROPE = DECODE | {"EARLY": True}
 JOBS = {
     "decode bf16": job(attention_decode.decode_kernel, 90, DECODE | UNSCALED, num_stages=3, k_ptr="*bf16",
                        v_ptr="*bf16",
@@ -42,6 +43,12 @@ JOBS = {
                              v_ptr="*bf16", out_ptr="*bf16"),
     "decode fp8": job(attention_decode.decode_kernel, 90, DECODE, num_stages=3, k_ptr="*fp8e4nv", v_ptr="*fp8e4nv",
                       out_ptr="*bf16"),
+    "rope decode bf16": job(attention_rope.rope_decode_kernel, 90, ROPE | UNSCALED | {"TILE": 128}, num_stages=3,
+                            k_ptr="*bf16", v_ptr="*bf16", out_ptr="*bf16"),
+    "rope decode bf16, one wide tile": job(attention_rope.rope_decode_kernel, 90, ROPE | UNSCALED | {"TILE": 256},
+                                           num_warps=8, num_stages=2, k_ptr="*bf16", v_ptr="*bf16", out_ptr="*bf16"),
+    "rope decode fp8": job(attention_rope.rope_decode_kernel, 90, ROPE | {"TILE": 128}, num_warps=8, num_stages=2,
+                           k_ptr="*fp8e4nv", v_ptr="*fp8e4nv", out_ptr="*bf16"),
     "prefill bf16": job(attention_prefill.prefill_kernel, 90, HEAD | UNSCALED | {"ROWS": 128}, num_warps=8,
                         num_stages=3,
                         k_ptr="*bf16", v_ptr="*bf16", out_ptr="*bf16"),

@@ -4,8 +4,12 @@ Binding closes over weights and constants; what is left for a step is its shape 
 follow. The functions only launch kernels: they are run eagerly, captured into CUDA graphs, and dry-run to learn which
 variants exist, all through the same code.
 
-An attention whose only reader quantizes is bound together with it where the attention kernels can do that themselves
-(fp8 static, pre_quant_scale, and for pure decode steps int8 groups): one kernel less a layer.
+An attention is bound together with its neighbours, so that a decode step has two kernels less a layer:
+
+* with the RoPE before it, for decoding rows (``kernels/attention_rope``; prefill rows need rotated queries and keys in
+  memory first). The norm before that layer's qkv linear is then the fence that early reads of the cache need;
+* with a quantization that alone reads it, where attention kernels can do that themselves (fp8 static, pre_quant_scale,
+  and for pure decode steps int8 groups).
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from engines.kernels import (
     attention_decode,
     attention_plan,
     attention_prefill,
+    attention_rope,
     embedding,
     norm,
     quantize,
@@ -97,6 +102,7 @@ class Binder:
             op.out: op.quant for op in plan.program.ops
             if isinstance(op, RMSNorm | AddNorm | GatedSilu | Quantize) and op.quant is not None}
         self.scale = 1.0 / math.sqrt(plan.model.head_dim)
+        self._fences = _fences(plan.program.ops)
         self._binders: dict[type, Callable[[Any], Run]] = {
             Embed: self._embed, RMSNorm: self._norm, AddNorm: self._norm, Linear: self._linear, RopeKV: self._rope_kv,
             Quantize: self._quantize, GatedSilu: self._silu}
@@ -104,15 +110,17 @@ class Binder:
     def bind(self, ops: Sequence[Op]) -> list[Bound]:
         """The functions of a Program's body, in order."""
         bound: list[Bound] = []
-        for op, quant in _attention_pairs(ops):
+        for group in _groups(ops):
+            op = group.op
             if isinstance(op, Attention):
-                run = self._attention(op, quant)
+                run = self._attention(op, group.rope, group.quant)
             elif type(op) in self._binders:
                 run = self._binders[type(op)](op)
             else:
                 raise EngineError(f"{op.op} was left unfused, which has no GPU kernel",
                                   "The layer's linears are on different grids or scales; quantize them alike.")
-            bound.append(Bound(f"{kind_of(op)} {'' if quant is None else kind_of(quant)}", run))
+            kinds = [kind_of(part) for part in (group.rope, op, group.quant) if part is not None]
+            bound.append(Bound(f"{kinds} {getattr(op, 'out', '') in self._fences}", run))
         return bound
 
     def plan_attention(self, shape: Shape) -> None:
@@ -153,7 +161,7 @@ class Binder:
             norm.launch(rows.of(op.x, shape.tokens), weight, rows.of(op.out, shape.tokens), config, eps=op.eps,
                         residual=residual, residual_out=residual_out, pre_quant_scale=codes.pre_quant_scale,
                         quant=codes.mode, group=codes.group, input_scale=codes.input_scale,
-                        scales=rows.scales(op.out, shape.tokens))
+                        scales=rows.scales(op.out, shape.tokens), fence=op.out in self._fences)
         return run
 
     def _linear(self, op: Linear) -> Run:
@@ -198,35 +206,43 @@ class Binder:
                             input_scale=codes.input_scale, scales=rows.scales(op.out, shape.tokens))
         return run
 
-    def _attention(self, op: Attention, quant: Quantize | None) -> Run:
+    def _attention(self, op: Attention, rope: RopeKV | None, quant: Quantize | None) -> Run:
         codes = self.codes(None if quant is None else quant.quant)
         plain = codes.mode in (Mode.NONE, Mode.FP8_STATIC)
         grouped = codes.mode is Mode.INT8_GROUP and not self.plan.deterministic and (
             op.head_dim % codes.group == 0 and op.head_dim == next_pow2(op.head_dim))
         alone = None if quant is None or plain else self._quantize(quant)
         nothing = Codes(Mode.NONE, 0, None, None)
+        rotate = None if rope is None else self._rope_kv(rope)
 
         def run(shape: Shape) -> None:
+            if rotate is not None and shape.prefills:
+                rotate(shape)
             fused = quant is not None and (plain or (grouped and not shape.prefills))
             target = quant.out if fused and quant is not None else op.out
             if shape.decodes:
-                self._decode(op, target, shape, codes if fused else nothing)
+                self._decode(op, rope, target, shape, codes if fused else nothing)
             if shape.prefills:
                 self._prefill(op, target, shape, codes if fused else nothing)
             if alone is not None and not fused:
                 alone(shape)
         return run
 
-    def _decode(self, op: Attention, target: str, shape: Shape, codes: Codes) -> None:
+    def _decode(self, op: Attention, rope: RopeKV | None, target: str, shape: Shape, codes: Codes) -> None:
         rows, b = self.arena.rows, shape.decodes
         (k_cache, v_cache), (k_scale, v_scale) = self.cache.layer(op.layer), self.cache.scale(op.layer)
+        tables, work, config = self.arena.step.tables[:b], self.arena.attention[b], self.configs.of("attention_decode",
+                                                                                                    b)
+        keys: dict[str, Any] = {
+            "sm_scale": self.scale, "k_scale": k_scale, "v_scale": v_scale, "pre_quant_scale": codes.pre_quant_scale,
+            "quant": codes.mode, "group": codes.group, "input_scale": codes.input_scale,
+            "scales": rows.scales(target, b) if codes.mode is Mode.INT8_GROUP else None}
+        if rope is not None:
+            attention_rope.launch(rows.of(rope.qkv, b), self.weights.cos_sin, k_cache, v_cache, tables, work,
+                                  rows.of(target, b), config, early=rope.qkv in self._fences.values(), **keys)
+            return
         q = rows.of(op.q, b).view(b, op.heads, op.head_dim)
-        attention_decode.launch(q, k_cache, v_cache, self.arena.step.tables[:b], self.arena.attention[b],
-                                rows.of(target, b), self.configs.of("attention_decode", b), sm_scale=self.scale,
-                                k_scale=k_scale,
-                                v_scale=v_scale, pre_quant_scale=codes.pre_quant_scale, quant=codes.mode,
-                                group=codes.group, input_scale=codes.input_scale,
-                                scales=rows.scales(target, b) if codes.mode is Mode.INT8_GROUP else None)
+        attention_decode.launch(q, k_cache, v_cache, tables, work, rows.of(target, b), config, **keys)
 
     def _prefill(self, op: Attention, target: str, shape: Shape, codes: Codes) -> None:
         rows, step, t = self.arena.rows, self.arena.step, shape.tokens
@@ -254,20 +270,37 @@ def void(_: object) -> None:
     """For lambdas whose value nobody reads."""
 
 
-def _attention_pairs(ops: Sequence[Op]) -> Iterator[tuple[Op, Quantize | None]]:
-    """Each Op, an attention together with the Quantize that alone reads it."""
+def _fences(ops: Sequence[Op]) -> dict[str, str]:
+    """Norms that a qkv linear reads directly: the norm's output -> the qkv rows that a RoPE takes from there."""
+    norms = {op.out for op in ops if isinstance(op, RMSNorm | AddNorm)}
+    rotated = {op.qkv for op in ops if isinstance(op, RopeKV)}
+    return {op.x: op.out for op in ops if isinstance(op, Linear) and op.x in norms and op.out in rotated}
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """An Op, and what an attention takes in beside itself."""
+
+    op: Op
+    rope: RopeKV | None = None
+    quant: Quantize | None = None
+
+
+def _groups(ops: Sequence[Op]) -> Iterator[_Group]:
+    """Each Op; an attention together with the RopeKV before it and the Quantize after it that only concern it."""
     readers: dict[str, int] = {}
     for op in ops:
         for name in reads(op):
             readers[name] = readers.get(name, 0) + 1
-    skip = False
-    for op, following in zip(ops, [*ops[1:], None], strict=True):
-        if skip:
-            skip = False
-            continue
-        if isinstance(op, Attention) and isinstance(following, Quantize) and (
-                following.x == op.out and readers[op.out] == 1):
-            skip = True
-            yield op, following
+    rest = list(ops)
+    while rest:
+        op, rope = rest.pop(0), None
+        if isinstance(op, RopeKV) and rest and isinstance(rest[0], Attention) and (
+                rest[0].q == op.out and readers[op.out] == 1):
+            op, rope = rest.pop(0), op
+        quant = rest[0] if rest and isinstance(op, Attention) else None
+        if isinstance(op, Attention) and isinstance(quant, Quantize) and quant.x == op.out and readers[op.out] == 1:
+            rest.pop(0)
+            yield _Group(op, rope, quant)
         else:
-            yield op, None
+            yield _Group(op, rope)
