@@ -4,8 +4,8 @@ Jinja's immutable sandbox keeps it from attributes and from changing its argumen
 by a trace function on every line of the compiled template, in this thread only), a bound on the output, and a bound on
 what ``*`` and ``**`` may produce.
 
-Masking: special strings inside message contents are replaced by marks from the private use area before rendering, so
-that whatever special string the output still holds was written by the template itself.
+Masking: special strings anywhere inside messages and tools are replaced by marks from the private use area before
+rendering, so that whatever special string the output still holds was written by the template itself.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any, NoReturn
 
 import jinja2
+import jinja2.meta
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
@@ -84,20 +85,26 @@ class ChatTemplate:
 
     def __init__(self, source: str, origin: str) -> None:
         self._origin = origin
+        self.source = source
         try:
-            self._template = _environment().from_string(source)
+            environment = _environment()
+            self._template = environment.from_string(source)
+            #: Whether the template looks at tools at all.
+            self.takes_tools = "tools" in jinja2.meta.find_undeclared_variables(environment.parse(source))
         except jinja2.TemplateError as error:
             raise CalibError(f"the chat template of {origin} does not compile: {error}",
                              "Repair chat_template in the model folder.") from error
 
     def render(self, messages: Sequence[Mapping[str, Any]], names: Mapping[str, Any],
-               add_generation_prompt: bool) -> str:
+               add_generation_prompt: bool, tools: Sequence[Mapping[str, Any]] | None = None) -> str:
         """The rendered conversation. CalibError when the template refuses it or exceeds a bound."""
+        if tools and not self.takes_tools:
+            raise CalibError(f"the chat template of {self._origin} takes no tools", "Use a model that was taught them.")
         before = sys.gettrace()
         pieces, size = [], 0
         try:
             sys.settrace(_deadline_tracer(time.monotonic() + SECONDS))
-            for piece in self._template.generate(messages=checked_messages(messages), tools=None, documents=None,
+            for piece in self._template.generate(messages=checked_messages(messages), tools=tools, documents=None,
                                                  add_generation_prompt=add_generation_prompt, **names):
                 size += len(piece)
                 if size > OUTPUT_CHARS:
@@ -114,24 +121,57 @@ class ChatTemplate:
         return "".join(pieces)
 
     @staticmethod
-    def mask(messages: Sequence[Mapping[str, Any]], specials: Sequence[str]
-             ) -> tuple[list[dict[str, Any]], dict[str, str]]:
-        """Messages with special strings in their values replaced by marks, and the marks' originals."""
+    def mask(messages: Sequence[Mapping[str, Any]], specials: Sequence[str],
+             tools: Sequence[Mapping[str, Any]] | None = None
+             ) -> tuple[list[dict[str, Any]], list[dict[str, Any]] | None, dict[str, str]]:
+        """Messages and tools with special strings in them replaced by marks, and the marks' originals."""
         checked = checked_messages(messages)
-        everything = "".join(value for message in checked for value in message.values())
+        everything = "".join(_strings([checked, list(tools or ())]))
         present = sorted((special for special in specials if special in everything), key=len, reverse=True)
         nonce = next(n for n in range(len(everything) + 1) if f"\ue000{n}\ue001" not in everything)
         originals = {f"\ue000{nonce}\ue001{index}\ue002": special for index, special in enumerate(present)}
-        for message in checked:
-            for key, value in message.items():
-                for mark, special in originals.items():
-                    value = value.replace(special, mark)
-                message[key] = value
-        return checked, originals
+
+        def masked(text: str) -> str:
+            for mark, special in originals.items():
+                text = text.replace(special, mark)
+            return text
+        return _mapped(checked, masked), None if tools is None else _mapped(list(tools), masked), originals
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Every string in nested lists and dicts, keys too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield str(key)
+            yield from _strings(inner)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _strings(inner)
+
+
+def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+    """The same nesting with every string changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {change(str(key)): _mapped(inner, change) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_mapped(inner, change) for inner in value]
+    return value
+
+
+#: What a message may hold, and of which type.
+_FIELDS: dict[str, type] = {"role": str, "content": str, "name": str, "tool_calls": list, "tool_call_id": str}
 
 
 def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Copies of the messages with text contents; parts [{"type": "text", "text": ...}] are joined."""
+    """Copies of the messages with text contents; parts [{"type": "text", "text": ...}] are joined.
+
+    An assistant's message may hold ``tool_calls`` [{"type": "function", "function": {"name", "arguments": dict}}] with
+    or without a content; a tool's message ``tool_call_id``.
+    """
     if not messages:
         raise CalibError("the conversation is empty", "Give at least one message with a role and a content.")
     checked = []
@@ -140,11 +180,13 @@ def checked_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, An
         if isinstance(content, list):
             content = "".join(part["text"] if part.get("type") == "text" and isinstance(part.get("text"), str)
                               else _refuse(index, part) for part in content)
-        role = message.get("role")
-        if (not isinstance(role, str) or not isinstance(content, str) or set(message) - {"role", "content", "name"}
-                or not isinstance(message.get("name", ""), str)):
+        if content is None and message.get("tool_calls"):
+            content = ""
+        found = {**message, "content": content}
+        if "role" not in found or not all(isinstance(value, _FIELDS.get(key, type(None)))
+                                          for key, value in found.items()):
             _refuse(index, dict(message))
-        checked.append({**message, "role": role, "content": content})
+        checked.append(found)
     return checked
 
 

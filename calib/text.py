@@ -199,19 +199,32 @@ class Tokenizer:
     def has_template(self) -> bool:
         return self._template is not None
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> str:
-        """The chat template's text, for showing to a person. ``chat`` gives the ids."""
-        return self._chat_template().render(messages, self._template_names(), add_generation_prompt)
+    @property
+    def template_source(self) -> str:
+        """The chat template's own text; CalibError when the model has none."""
+        return self._chat_template().source
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True) -> list[int]:
+    @property
+    def takes_tools(self) -> bool:
+        """Whether the model's template looks at tools."""
+        return self._template is not None and self._template.takes_tools
+
+    def render(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True,
+               tools: Sequence[Mapping[str, Any]] | None = None) -> str:
+        """The chat template's text, for showing to a person. ``chat`` gives the ids."""
+        return self._chat_template().render(messages, self._template_names(), add_generation_prompt, tools)
+
+    def chat(self, messages: Sequence[Mapping[str, Any]], *, add_generation_prompt: bool = True,
+             tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
         """Token ids of a conversation [{"role", "content"}, ...] under the model's template, which owns the BOS.
 
-        CalibError when the model has no template, refuses the messages, or exceeds the sandbox's bounds.
+        ``tools`` are JSON descriptions of functions, where the template takes them. CalibError when the model has no
+        template, refuses the messages, or exceeds the sandbox's bounds.
         """
         template = self._chat_template()
         specials = [self._added[index] for index in sorted(self.special_ids)]
-        masked, originals = template.mask(messages, specials)
-        rendered = template.render(masked, self._template_names(), add_generation_prompt)
+        masked, masked_tools, originals = template.mask(messages, specials, tools)
+        rendered = template.render(masked, self._template_names(), add_generation_prompt, masked_tools)
         if not originals:
             return self._marked.encode(rendered, add_special_tokens=False).ids
         ids: list[int] = []
