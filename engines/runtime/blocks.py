@@ -30,6 +30,8 @@ from dataclasses import dataclass
 
 from engines.errors import EngineError
 
+#: Pools up to this many blocks are proven block by block and kept in order whenever nothing runs.
+SMALL = 4096
 _BUG = "This is a bug in the scheduler; report it."
 
 
@@ -186,6 +188,15 @@ class BlockPool:
         if shared := [block for block in owned if counts[block] > 1 and block not in self._kept]:
             raise EngineError(f"KV block {shared[0]} is shared and may still be written", _BUG)
 
-    def defragment(self) -> None:
-        """Order the free blocks by number (called when nothing is used): new sequences are contiguous again."""
-        self._free = dict.fromkeys(sorted(self._free))
+    def settle(self) -> None:
+        """Called when nothing is used: prove it, and order the free blocks, so that new sequences are contiguous again.
+
+        A pool of many thousand blocks (a GPU's, whose kernels follow the table anyway) stays in the order it has and is
+        proven by its counts alone: a few tenths of a millisecond instead of ten in the last token's way.
+        """
+        if self.num_blocks <= SMALL:
+            self.check(())
+            self._free = dict.fromkeys(sorted(self._free))
+        elif any(self.owners) or self.available != self.num_blocks:
+            raise EngineError(f"nothing runs, but {self.num_blocks - self.available} of {self.num_blocks} KV blocks "
+                              "are not free", "A block is lost: " + _BUG)

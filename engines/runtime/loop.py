@@ -231,8 +231,7 @@ class Loop:
         while self._flights and (len(self._flights) > self._runner.lookahead or not chunks):
             events += self._read(self._flights.popleft())
         if self.idle:
-            self.check()
-            self._pool.defragment()
+            self._pool.settle()
         return events
 
     def _expire(self) -> list[TokenEvent]:
