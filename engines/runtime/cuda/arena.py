@@ -117,6 +117,10 @@ class Arena:
         self.attention = {bucket: attention_plan.workspace(
             bucket, limits.max_seq_len, model.num_heads, model.num_kv_heads, model.head_dim,
             configs.of("attention_decode", bucket), device) for bucket in decode_sizes(limits.max_batch_size)}
+        #: The step's own keys and values, for prompts that begin here. Not beside a quantized cache, whose rounding a
+        #: prompt must see like everybody, nor in deterministic mode, where one way of summing serves all chunks.
+        self.fresh = None if plan.kv.quantized or plan.deterministic else tuple(torch.zeros(
+            layout.tokens, model.num_kv_heads, model.head_dim, dtype=torch.bfloat16, device=device) for _ in range(2))
         self.final = torch.zeros(layout.samples * model.hidden_size * 2, dtype=torch.uint8, device=device)
         self.final_scales = torch.zeros(layout.samples * max(1, model.hidden_size // 32), device=device)
         self.logits = torch.zeros(layout.samples, model.vocab_size, dtype=logits_dtype(plan), device=device)
@@ -134,7 +138,7 @@ def arena_bytes(plan: Plan, assignment: Assignment, workspace: int) -> int:
     """What ``Arena`` will allocate, without allocating."""
     arena = Arena(plan, assignment, workspace, torch.device("meta"))
     tensors = [arena.record.words, arena.workspace, arena.final, arena.final_scales, arena.logits, arena.sampled,
-               arena.logprobs, *arena.sampling, *arena.rows.buffers,
+               arena.logprobs, *arena.sampling, *arena.rows.buffers, *(arena.fresh or ()),
                *(getattr(arena.step, name) for name in StepTensors.__slots__)]
     for work in arena.attention.values():
         tensors += [work.plan, work.acc, work.stats, work.counters]

@@ -2,6 +2,7 @@
 
     decode (b)              prepare, attention plan, all layers, head, sampling for b rows
     prefill (tokens, rows)  prepare and all layers for short prompts, where launching would take longer than computing
+    prompt (tokens, rows)   the same for whole prompts, whose attention needs no cache (see ``ops``)
     head (b)                the output layer and sampling after a prefill or mixed step
 
 A step takes the smallest graph that holds it and pads: padding rows have length 0 and write nothing to the cache.
@@ -23,6 +24,8 @@ import torch
 DECODE = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 PREFILL_TOKENS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 PREFILL_ROWS = (1, 8)
+#: Where reading keys from the cache begins to cost something.
+PROMPT_TOKENS = tuple(size for size in PREFILL_TOKENS if size >= 512)
 
 
 def up_to(sizes: Iterable[int], most: int) -> tuple[int, ...]:
@@ -43,7 +46,7 @@ def decode_sizes(max_batch_size: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Key:
-    """Which step a graph is: ``kind`` decode, prefill or head, its tokens and rows."""
+    """Which step a graph is: ``kind`` decode, prefill, prompt or head, its tokens and rows."""
 
     kind: str
     tokens: int
@@ -54,7 +57,8 @@ def keys(max_batch_size: int, max_num_tokens: int) -> list[Key]:
     """Every graph of an engine with these limits, largest first."""
     sizes = decode_sizes(max_batch_size)
     found = [Key(kind, b, b) for kind in ("decode", "head") for b in sizes]
-    found += [Key("prefill", tokens, rows) for tokens in PREFILL_TOKENS if tokens <= max_num_tokens
+    found += [Key(kind, tokens, rows) for kind, sizes in (("prefill", PREFILL_TOKENS), ("prompt", PROMPT_TOKENS))
+              for tokens in sizes if tokens <= max_num_tokens
               for rows in PREFILL_ROWS if rows <= min(tokens, max_batch_size)]
     return sorted(found, key=lambda key: (-key.tokens, -key.rows, key.kind))
 

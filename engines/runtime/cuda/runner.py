@@ -180,16 +180,18 @@ class CudaRunner:
     def _body(self, record: HostRecord, writer: RowWriter, base: int, others: list[Chunk]) -> None:
         tokens = smallest(PREFILL_TOKENS, writer.tokens)
         rows = smallest(PREFILL_ROWS, len(others))
+        whole = not any(chunk.sequence.computed for chunk in others)
         if base == 0 and tokens is not None and rows is not None:
-            key = Key("prefill", tokens, rows)
-            if self._graphs.has(key):
-                self._send(record, writer.finish(rows))
-                self._replay(key)
-                return
+            kinds = ("prompt", "prefill") if whole else ("prefill",)
+            for key in (Key(kind, tokens, rows) for kind in kinds):
+                if self._graphs.has(key):
+                    self._send(record, writer.finish(rows))
+                    self._replay(key)
+                    return
         self._send(record, writer.finish(base + len(others)))
         self.eager_steps += 1
         self._steps.body(Shape(writer.tokens, decodes=base, prefills=len(others),
-                               longest=max(chunk.count for chunk in others)))
+                               longest=max(chunk.count for chunk in others), whole=whole))
 
     def _replay(self, key: Key) -> bool:
         if not self._graphs.replay(key):

@@ -58,7 +58,7 @@ class Steps:
         """What the graph ``key`` consists of."""
         if key.kind != "head":
             self.body(_shape(key))
-        if key.kind != "prefill":
+        if key.kind in ("decode", "head"):
             self.head(key.rows)
 
     def touch(self, step: Key | Shape) -> None:
@@ -68,7 +68,7 @@ class Steps:
             return
         if step.kind != "head":
             self.each_kind(_shape(step))
-        if step.kind != "prefill":
+        if step.kind in ("decode", "head"):
             self.head(step.rows)
 
     def reachable(self) -> Iterator[Key | Shape]:
@@ -80,6 +80,7 @@ class Steps:
         sizes = sorted({*cuts, *(cut + 1 for cut in cuts), limits.max_num_tokens})
         for tokens in sizes:
             yield Shape(tokens, prefills=1, longest=tokens)
+            yield Shape(tokens, prefills=1, longest=tokens, whole=True)
         for bucket in decode_sizes(limits.max_batch_size):
             if 4 <= bucket < limits.max_num_tokens:
                 yield Shape(bucket + 1, decodes=bucket, prefills=1, longest=2)
@@ -88,4 +89,4 @@ class Steps:
 def _shape(key: Key) -> Shape:
     if key.kind == "decode":
         return Shape(key.tokens, decodes=key.rows)
-    return Shape(key.tokens, prefills=key.rows, longest=key.tokens)
+    return Shape(key.tokens, prefills=key.rows, longest=key.tokens, whole=key.kind == "prompt")
