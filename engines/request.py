@@ -115,7 +115,7 @@ class CompletionOutput:
 
 @checked(frozen=True)
 class RequestOutput:
-    """What came of one prompt. Times are seconds from admission: first token and last token.
+    """What came of one prompt. Times are seconds from admission: first step, first token and last token.
 
     ``cached_tokens`` of the prompt were not computed, as an earlier request had left their keys and values.
     """
@@ -125,6 +125,7 @@ class RequestOutput:
     ttft_s: float | None = None
     e2e_s: float | None = None
     cached_tokens: int = 0
+    queue_s: float | None = None
 
 
 @checked(frozen=True, config=ConfigDict(arbitrary_types_allowed=True))

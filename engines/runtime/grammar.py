@@ -21,6 +21,8 @@ from engines.request import Grammar
 #: Fuel is about 50,000 a millisecond for compiling and 14,000 for a step.
 _LIMITS = llguidance.LLParserLimits(initial_lexer_fuel=2_000_000, step_lexer_fuel=200_000, step_max_items=50_000,
                                     max_lexer_states=50_000, max_grammar_size=100_000, verbose_errors=False)
+#: JSON as most models write it; free white space would let a model fill its limit with it.
+_JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 #: Schemas and expressions nested deeper than this are refused before anything recursive sees them.
 MAX_DEPTH = 64
 
@@ -106,6 +108,11 @@ class Grammars:
                                                    eos_token=list(self._tokenizer.eos_ids))
         return self._adapted
 
+    def warm(self) -> None:
+        """Make what all grammars share, if this model can have any."""
+        if self._tokenizer.eos_ids:
+            self._vocabulary()
+
     def matcher(self, grammar: Grammar) -> Matcher:
         """A matcher at the beginning. GrammarError in words for what cannot be compiled within the bounds."""
         if _depth(grammar.source) > MAX_DEPTH:
@@ -123,7 +130,7 @@ class Grammars:
 
 def _compiled(grammar: Grammar) -> str:
     if grammar.kind == "json_schema":
-        return llguidance.LLMatcher.grammar_from_json_schema(grammar.source)
+        return llguidance.LLMatcher.grammar_from_json_schema(grammar.source, defaults=_JSON_STYLE)
     if grammar.kind == "regex":
         return llguidance.LLMatcher.grammar_from_regex(grammar.source)
     return llguidance.LLMatcher.grammar_from_lark(grammar.source)

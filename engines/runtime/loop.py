@@ -344,7 +344,8 @@ class Loop:
             prompt_token_ids=sequence.tokens[:sequence.prompt_len], outputs=[completion],
             ttft_s=None if sequence.first_token_at is None else sequence.first_token_at - start,
             e2e_s=None if sequence.finished_at is None else sequence.finished_at - start,
-            cached_tokens=sequence.cached_tokens or 0)
+            cached_tokens=sequence.cached_tokens or 0,
+            queue_s=None if sequence.started_at is None else sequence.started_at - start)
 
     def take_score(self, number: int) -> PromptScore:
         """The finished scores, which are then forgotten."""
@@ -398,6 +399,10 @@ class Loop:
     def forget_prefixes(self) -> int:
         """Free all kept blocks (a measurement without reuse begins so); returns how many there were."""
         return self._pool.forget()
+
+    def warm_grammars(self) -> None:
+        """Build what all grammars share now, not with the first one that is asked for."""
+        self._grammars.warm()
 
     def describe(self) -> list[dict[str, object]]:
         """Every live sequence in numbers, for a dump when something hangs."""

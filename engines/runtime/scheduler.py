@@ -23,6 +23,7 @@ makes progress. A waiting sequence of better priority also takes the place of th
 from __future__ import annotations
 
 import bisect
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from operator import attrgetter
@@ -189,6 +190,7 @@ class Scheduler:
         sequence.kept = len(found)
         sequence.computed = len(found) * pool.block_size
         if sequence.cached_tokens is None:
+            sequence.started_at = time.perf_counter()
             sequence.cached_tokens = sequence.computed
             if sequence.keys is not None:
                 self.looked_up_tokens += len(tokens)

@@ -78,6 +78,7 @@ class Sequence:
     #: Times each token was generated, for penalties.
     counts: dict[int, int] = field(default_factory=dict)
     admitted_at: float = field(default_factory=time.perf_counter)
+    started_at: float | None = None
     first_token_at: float | None = None
     finished_at: float | None = None
 

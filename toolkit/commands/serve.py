@@ -1,0 +1,71 @@
+"""``serve``: an engine behind OpenAI's API and the KServe v2 protocol."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from toolkit.options import KvCache, RefArgument
+from toolkit.session import Session, verb
+
+
+def register(app: typer.Typer) -> None:
+    @verb(app, "serve")
+    def serve(session: Session, ref: RefArgument,
+              host: Annotated[str, typer.Option(help="Address to listen on; other than loopback needs --api-keys.")
+                              ] = "127.0.0.1",
+              port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one.")] = 8000,
+              model_id: Annotated[str | None, typer.Option("--model-id", help="The model's name in requests "
+                                                           "[default: from REF].", show_default=False)] = None,
+              recipe: Annotated[str | None, typer.Option(help="For a model: the recipe to calibrate with "
+                                                         "[default: bf16].", show_default=False)] = None,
+              kv_cache: Annotated[KvCache | None, typer.Option(help="For a model: the KV cache's format "
+                                                               "[default: bf16].", show_default=False)] = None,
+              api_keys: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, show_default=False,
+                                                            help="File of callers, one name:secret a line.")] = None,
+              allow_host: Annotated[list[str] | None, typer.Option(help="A further name in Host headers; * for any.",
+                                                                   show_default=False)] = None,
+              max_queue: Annotated[int, typer.Option(min=0, help="Prompts that may wait; then 429.")] = 256,
+              request_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for one request.")] = 600.0,
+              drain: Annotated[float, typer.Option(min=0.0, help="Seconds for requests under way after SIGTERM.")
+                               ] = 30.0,
+              watchdog: Annotated[float, typer.Option(min=0.1, help="Seconds without a step; then 503.")] = 60.0
+              ) -> None:
+        """Serve an engine over HTTP until SIGTERM, which lets requests under way finish."""
+        import asyncio
+        import logging
+        import sys
+
+        from toolkit.job import EngineJob
+        from toolkit.making import engine_of
+        from toolkit.serve.options import ServeOptions, read_keys
+        from toolkit.serve.server import serve as run
+        from toolkit.stages import Workshop
+        from toolkit.store import RunStore
+
+        logging.basicConfig(level=logging.INFO, stream=sys.stderr,
+                            format="%(asctime)s server %(levelname)s %(message)s")
+        wanted = EngineJob(recipe=recipe or "bf16", kv_cache=kv_cache or "bf16") if recipe or kv_cache else None
+        with RunStore(session.home.store) as store, session.watch() as watch:
+            engine = engine_of(Workshop(session.home, store, watch, session.offline), ref, wanted).path
+        options = ServeOptions(
+            host=host, port=port, model=model_id or _model_id(ref), keys=read_keys(api_keys) if api_keys else (),
+            allowed_hosts=tuple(allow_host or ()), max_queue=max_queue, request_timeout_s=request_timeout,
+            drain_s=drain, watchdog_s=watchdog)
+
+        def on_ready(taken: int, info: dict[str, Any]) -> None:
+            shown = f"[{host}]" if ":" in host else host
+            url = f"http://{shown}:{taken}"
+            session.show({"url": url, "model": options.model, "engine": info["digest"], "device": info["device"],
+                          "limits": info["limits"]}, [url],
+                         f"{options.model} ({info['recipe']}, kv {info['kv_cache']}, {info['device']}) at {url}/v1")
+            sys.stdout.flush()
+        asyncio.run(run(engine, options, on_ready))
+
+
+def _model_id(ref: str) -> str:
+    """A name without slashes, from what the user called it."""
+    name = ref.removeprefix("alias:").rstrip("/").rpartition("/")[2]
+    return "".join(char if char.isalnum() or char in "._-" else "-" for char in name) or "model"

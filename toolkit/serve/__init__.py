@@ -1,0 +1,12 @@
+"""The HTTP server: OpenAI's API and the KServe v2 protocol in front of one engine, which runs in a process of its own.
+
+    options    what the server is told
+    wire       messages between the two processes: length-prefixed JSON over a socket pair, no pickle
+    worker     the engine process: reads messages, steps the loop, writes events
+    client     the front end's side: tickets, aborts, the watchdog
+    protocol   requests as records; an unknown field is an error that names it
+    gate       Host, API key, sizes: what is checked before anything is parsed
+    chat tools text   from messages to token ids, and from tokens to what is answered
+    openai kserve   the two protocols
+    metrics app server   Prometheus figures, the routes, and a stop that drains
+"""

@@ -1,0 +1,116 @@
+"""Answers that end when their client does.
+
+A plain answer is computed beside a watch for the client's leaving; a stream is written beside one. Leaving cancels the
+work, and a cancelled ticket is an abort in the engine before its next step. A client that is there but does not read is
+given ``write_timeout_s`` for each piece, then its connection is cut.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from toolkit.serve.faults import ApiError
+from toolkit.serve.service import first_fault
+
+_LOG = logging.getLogger(__name__)
+_GONE = 499
+
+
+class Json(Response):
+    """A JSON document; NaN and infinity are errors."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+def error_answer(error: ApiError) -> Json:
+    return Json(error.body, error.status, headers=error.headers)
+
+
+async def _left(receive: Receive) -> None:
+    """Return when the client has gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _stopped(*tasks: asyncio.Task[Any]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def while_there(request: Request, work: Coroutine[Any, Any, Response], gone: Callable[[], None]) -> Response:
+    """The answer, unless the client leaves before: then the work is cancelled, ``gone`` is called, and nobody reads
+    what is returned."""
+    task, left = asyncio.ensure_future(work), asyncio.ensure_future(_left(request.receive))
+    try:
+        await asyncio.wait({task, left}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        gone()
+        return Response(status_code=_GONE)
+    except BaseExceptionGroup as group:
+        raise first_fault(group) from group
+    finally:
+        await _stopped(task, left)
+
+
+class EventStream(Response):
+    """Server-sent events from an iterator of their data. An ApiError becomes a last event; then ``end``, if given."""
+
+    def __init__(self, events: AsyncIterator[str], *, end: str | None, write_timeout_s: float,
+                 cut: Callable[[Scope], None], gone: Callable[[], None]) -> None:
+        super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache",
+                                                                  "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events, self._end, self._timeout, self._cut, self._gone = events, end, write_timeout_s, cut, gone
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        writing, left = asyncio.ensure_future(self._write(scope, send)), asyncio.ensure_future(_left(receive))
+        try:
+            await asyncio.wait({writing, left}, return_when=asyncio.FIRST_COMPLETED)
+            if writing.done():
+                writing.result()
+            else:
+                self._gone()
+        finally:
+            await _stopped(writing, left)
+
+    async def _write(self, scope: Scope, send: Send) -> None:
+        async def put(message: dict[str, Any]) -> None:
+            await asyncio.wait_for(send(message), self._timeout)
+
+        try:
+            await put({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            async with contextlib.aclosing(self._pieces()) as pieces:  # type: ignore[type-var]
+                async for piece in pieces:
+                    await put({"type": "http.response.body", "body": f"data: {piece}\n\n".encode(), "more_body": True})
+            await put({"type": "http.response.body", "body": b"", "more_body": False})
+        except TimeoutError:
+            _LOG.warning("a client took nothing for %g s; its connection is cut", self._timeout)
+            self._gone()
+            self._cut(scope)
+
+    async def _pieces(self) -> AsyncIterator[str]:
+        try:
+            async with contextlib.aclosing(self._events) as events:  # type: ignore[type-var]
+                async for event in events:
+                    yield event
+        except ApiError as error:
+            yield json.dumps(error.body)
+        except Exception:
+            _LOG.exception("a stream failed")
+            yield json.dumps(ApiError(500, "the server failed; its log says how", code="internal").body)
+        if self._end is not None:
+            yield self._end

@@ -1,0 +1,249 @@
+"""The front end's side of the engine process: tickets for prompts, aborts, and the watchdog.
+
+A ``Ticket`` is one prompt's way through the engine. Its owner reads it to the end or leaves its ``with`` block before,
+and then the engine is told to abort; what has ended is never aborted, so a normal end costs no message. Every ticket
+ends: with its last token, a typed error, or the engine's own end.
+
+**Watchdog.** While tickets are open, the engine's step counter must move every ``watchdog_s`` seconds. When it does
+not, the engine writes its state and all stacks to its log, every ticket fails, and health is 503 until steps are seen
+again. A process that has ended fails every ticket at once, for good; the server then ends too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from calib.errors import ENVIRONMENT, ToolkitError
+from engines.request import SamplingParams
+from toolkit.serve.faults import ApiError, bad, unavailable
+from toolkit.serve.wire import AsyncWire, Message
+
+_LOG = logging.getLogger(__name__)
+_GENTLY_S = 10.0
+
+
+class EngineProcessError(ToolkitError):
+    """The engine process could not start or has ended."""
+
+    code = "engine_process"
+    exit_code = ENVIRONMENT
+
+
+class Ticket:
+    """One prompt under way. Use as ``async with``; iterate over its messages until all continuations are done."""
+
+    def __init__(self, client: EngineClient, identity: int, message: Message, count: int) -> None:
+        self._client, self.identity = client, identity
+        self._message, self._open = message, count
+        self._inbox: asyncio.Queue[Message | ApiError] = asyncio.Queue()
+        self.sent_at = 0.0
+
+    async def __aenter__(self) -> Ticket:
+        self._client.open(self, self._message)
+        self.sent_at = time.monotonic()
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                        trace: TracebackType | None) -> None:
+        self._client.shut(self, finished=self._open == 0)
+
+    def put(self, message: Message | ApiError) -> None:
+        self._inbox.put_nowait(message)
+
+    async def __aiter__(self) -> AsyncIterator[Message]:
+        """Messages of kind ``token``, ``done`` or ``score``. ApiError when the engine refused or lost the prompt."""
+        while self._open:
+            message = await self._inbox.get()
+            if isinstance(message, ApiError):
+                self._open = 0
+                raise message
+            self._open -= message["kind"] in ("done", "score")
+            yield message
+
+    async def result(self) -> list[Message]:
+        """The ends of all continuations, in order of their index; errors and deadlines are raised."""
+        found = [message async for message in self if message["kind"] != "token"]
+        for message in found:
+            if (fault := ending_fault(message["finish"], message["error"])) is not None:
+                raise fault
+        return sorted(found, key=lambda message: message.get("index", 0))
+
+
+def ending_fault(finish: str | None, error: str | None) -> ApiError | None:
+    """The error that an ending is, if it is one."""
+    if finish == "deadline":
+        return ApiError(504, f"the request took too long: {error}", code="deadline")
+    if finish in ("error", "abort"):
+        return ApiError(500, f"generation failed: {error or 'it was aborted'}", code="engine_fault")
+    return None
+
+
+class EngineClient:
+    """One engine process. ``start`` before anything else, ``close`` last."""
+
+    def __init__(self, engine: Path, watchdog_s: float) -> None:
+        self._engine, self._watchdog_s = engine, watchdog_s
+        self._tickets: dict[int, Ticket] = {}
+        self._asked: dict[int, asyncio.Future[Message]] = {}
+        self._numbers = itertools.count(1)
+        self._steps = -1
+        self._moved_at = 0.0
+        self._tasks: list[asyncio.Task[None]] = []
+        self._wire: AsyncWire | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        #: What the engine says of itself.
+        self.info: Message = {}
+        #: Why it cannot serve now; None when it can.
+        self.trouble: str | None = "the engine is loading"
+        #: Set when the process has ended.
+        self.ended = asyncio.Event()
+
+    async def start(self) -> None:
+        """Start the process and wait until its weights are loaded. EngineProcessError in the engine's own words."""
+        ours, theirs = socket.socketpair()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "toolkit.serve.worker", str(self._engine), str(theirs.fileno())],
+            pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno())
+        theirs.close()
+        self._wire = await AsyncWire.over(ours)
+        first = await self._wire.receive()
+        if first is None or first["ev"] != "hello":
+            await self._reap()
+            if first is None:
+                raise EngineProcessError(f"the engine process ended with code {self._process.returncode}",
+                                         "Its messages stand above.")
+            raise EngineProcessError(first["message"], first["hint"])
+        self.info, self.trouble = first, None
+        self._moved_at = time.monotonic()
+        self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._watch())]
+
+    @property
+    def process_id(self) -> int | None:
+        return None if self._process is None else self._process.pid
+
+    @property
+    def waiting_or_running(self) -> int:
+        return len(self._tickets)
+
+    def ticket(self, prompt: list[int], params: SamplingParams | None, terms: dict[str, Any], *, stream: bool = False,
+               score: int | None = None) -> Ticket:
+        """A prompt to generate from, or with ``score`` (how many best tokens of every row) to score."""
+        identity = next(self._numbers)
+        message = {"op": "submit", "id": identity, "prompt": prompt, "terms": terms, "stream": stream, "score": score,
+                   "params": None if params is None else params.model_dump(mode="json", exclude_defaults=True)}
+        return Ticket(self, identity, message, 1 if params is None else params.n)
+
+    def open(self, ticket: Ticket, message: Message) -> None:
+        if self.trouble is not None or self._wire is None:
+            raise unavailable(self.trouble or "the engine is not started")
+        if not self._tickets:
+            self._moved_at = time.monotonic()
+        self._tickets[ticket.identity] = ticket
+        self._wire.send(message)
+
+    def shut(self, ticket: Ticket, *, finished: bool) -> None:
+        """Forget a ticket; the engine aborts what it has not finished."""
+        known = self._tickets.pop(ticket.identity, None) is not None
+        if known and not finished and self._wire is not None and not self.ended.is_set():
+            self._wire.send({"op": "abort", "id": ticket.identity})
+
+    async def stats(self, patience_s: float = 2.0) -> Message | None:
+        """The loop's counts now; None when the engine does not answer."""
+        if self._wire is None or self.ended.is_set():
+            return None
+        identity = next(self._numbers)
+        future = self._asked[identity] = asyncio.get_running_loop().create_future()
+        self._wire.send({"op": "stats", "id": identity})
+        try:
+            return await asyncio.wait_for(future, patience_s)
+        except TimeoutError:
+            return None
+        finally:
+            del self._asked[identity]
+
+    def fail_all(self, error: ApiError) -> None:
+        """End every ticket with an error; their owners tell the engine to abort."""
+        for ticket in list(self._tickets.values()):
+            ticket.put(error)
+
+    async def _listen(self) -> None:
+        assert self._wire is not None
+        while (message := await self._wire.receive()) is not None:
+            self._dispatch(message)
+        self.ended.set()
+        self.trouble = "the engine process has ended"
+        _LOG.error("the engine process has ended; %d requests fail", len(self._tickets))
+        self.fail_all(unavailable(self.trouble))
+
+    def _dispatch(self, message: Message) -> None:
+        kind = message["ev"]
+        if kind in ("step", "beat") and message["steps"] != self._steps:
+            self._steps, self._moved_at = message["steps"], time.monotonic()
+            if self.trouble is not None and not self.ended.is_set():
+                _LOG.warning("the engine makes steps again")
+                self.trouble = None
+        if kind == "step":
+            self._deliver(message)
+        elif kind == "refused":
+            if (ticket := self._tickets.get(message["id"])) is not None:
+                ticket.put(bad(message["message"] + (f" ({message['hint']})" if message["hint"] else ""),
+                               code=message["code"]))
+        elif kind == "stats" and (future := self._asked.get(message["id"])) is not None and not future.done():
+            future.set_result(message)
+
+    def _deliver(self, message: Message) -> None:
+        for identity, index, token, text, logprob, finish, error in message["tokens"]:
+            if (ticket := self._tickets.get(identity)) is not None:
+                ticket.put({"kind": "token", "index": index, "token": token, "text": text, "logprob": logprob,
+                            "finish": finish, "error": error})
+        for kind, entries in (("done", message["done"]), ("score", message["scores"])):
+            for entry in entries:
+                if (ticket := self._tickets.get(entry["id"])) is not None:
+                    ticket.put({"kind": kind, **entry})
+
+    async def _watch(self) -> None:
+        while not self.ended.is_set():
+            await asyncio.sleep(min(0.5, self._watchdog_s / 4))
+            still = time.monotonic() - self._moved_at
+            if self._tickets and still > self._watchdog_s and self.trouble is None:
+                self._trip(still)
+
+    def _trip(self, still: float) -> None:
+        self.trouble = f"the engine has made no step for {still:.0f} s"
+        _LOG.error("%s; %d requests fail: %s", self.trouble, len(self._tickets), sorted(self._tickets))
+        assert self._wire is not None
+        self._wire.send({"op": "dump"})
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal.SIGUSR1)
+        self.fail_all(unavailable(self.trouble))
+
+    async def close(self) -> None:
+        """End the process: by closing the connection, then by signals."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.ended.set()
+        if self._wire is not None:
+            await self._wire.close()
+        await self._reap()
+
+    async def _reap(self) -> None:
+        if self._process is None:
+            return
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            await asyncio.to_thread(self._process.wait, _GENTLY_S)
+            return
+        self._process.kill()
+        await asyncio.to_thread(self._process.wait)

@@ -1,0 +1,34 @@
+"""What goes wrong at the server's edge, as the client will read it: a status, words, and the parameter's name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+#: HTTP status -> OpenAI's error type.
+_TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+          408: "timeout_error", 413: "invalid_request_error", 429: "rate_limit_error", 501: "not_supported_error",
+          503: "unavailable_error", 504: "timeout_error"}
+
+
+class ApiError(Exception):
+    """An answer that is an error. ``headers`` go with it."""
+
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None,
+                 headers: dict[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = headers or {}
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """OpenAI's error document."""
+        return {"error": {"message": self.message, "type": _TYPES.get(self.status, "server_error"),
+                          "param": self.param, "code": self.code}}
+
+
+def bad(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    return ApiError(400, message, param=param, code=code)
+
+
+def unavailable(message: str) -> ApiError:
+    return ApiError(503, message, code="unavailable", headers={"Retry-After": "5"})

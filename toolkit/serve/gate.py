@@ -1,0 +1,118 @@
+"""What is checked before anything is parsed: the Host header, the caller's key, and how large and deep a body is.
+
+**Host.** A page in a browser can make the browser ask a server on this machine under a name of the page's own (DNS
+rebinding); such a request carries that name. Only known names are answered. Nothing answers CORS preflights, so pages
+of other origins cannot read anything either.
+
+**Health** is open to everybody: probes have no key and come by address.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any, NoReturn
+
+from starlette.datastructures import Headers
+from starlette.requests import Request
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from toolkit.serve.answers import error_answer
+from toolkit.serve.faults import ApiError, bad
+from toolkit.serve.options import ANY_HOST, ServeOptions
+
+#: Paths that need neither key nor a known host.
+OPEN = frozenset({"/health", "/v1/health/live", "/v1/health/ready", "/v2/health/live", "/v2/health/ready", "/version"})
+
+
+class Gate:
+    """An ASGI application around the application. ``scope["state"]["caller"]`` is the caller's name ("" without keys).
+    """
+
+    def __init__(self, app: ASGIApp, options: ServeOptions) -> None:
+        self._app, self._options = app, options
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await receive()
+            await send({"type": "websocket.close", "code": 1003})
+            return
+        if scope["type"] == "http":
+            try:
+                caller = self._caller(scope)
+            except ApiError as error:
+                await error_answer(error)(scope, receive, send)
+                return
+            scope.setdefault("state", {})["caller"] = caller
+        await self._app(scope, receive, send)
+
+    def _caller(self, scope: Scope) -> str:
+        if scope["path"] in OPEN:
+            return ""
+        headers = Headers(scope=scope)
+        host = headers.get("host", "").lower()
+        name = host.partition("]")[0] + "]" if host.startswith("[") else host.partition(":")[0]
+        hosts = self._options.hosts
+        if ANY_HOST not in hosts and name not in hosts:
+            raise ApiError(403, f"this server does not answer for the host {name[:100]!r}", code="unknown_host")
+        if not self._options.keys:
+            return ""
+        scheme, _, secret = headers.get("authorization", "").partition(" ")
+        key = self._options.key_of(secret.strip()) if scheme.lower() == "bearer" else None
+        if key is None:
+            raise ApiError(401, "no known API key was given: send Authorization: Bearer KEY", code="invalid_api_key",
+                           headers={"WWW-Authenticate": "Bearer"})
+        return key.name
+
+
+async def read_body(request: Request, options: ServeOptions) -> bytes:
+    """The whole body. ApiError 413 beyond the cap, 408 when it does not come."""
+    if request.headers.get("content-encoding", "identity").lower() != "identity":
+        raise bad("compressed bodies are not taken", "Content-Encoding")
+    most = options.max_body_bytes
+    length = request.headers.get("content-length", "0")
+    if not length.isdigit() or int(length) > most:
+        raise _too_large(length, most)
+    parts: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(options.body_timeout_s):
+            async for part in request.stream():
+                size += len(part)
+                if size > most:
+                    raise _too_large(f"at least {size}", most)
+                parts.append(part)
+    except TimeoutError as error:
+        raise ApiError(408, f"the body did not come within {options.body_timeout_s:g} s") from error
+    return b"".join(parts)
+
+
+def _too_large(size: str, most: int) -> ApiError:
+    return ApiError(413, f"the body has {size} bytes; this server takes at most {most}")
+
+
+def load_json(data: bytes, options: ServeOptions) -> Any:
+    """Strict JSON: UTF-8, no NaN, no nesting beyond the cap. ApiError 400 says where it breaks."""
+    try:
+        document = json.loads(data.decode(), parse_constant=_no_constant)
+    except UnicodeDecodeError as error:
+        raise bad(f"the body is not UTF-8: {error.reason} at byte {error.start}") from error
+    except RecursionError as error:
+        raise _too_deep(options) from error
+    except ValueError as error:
+        raise bad(f"the body is not JSON: {str(error)[:200]}") from error
+    level: list[Any] = [document]
+    for _ in range(options.max_json_depth + 1):
+        level = [inner for outer in level if isinstance(outer, (dict, list))
+                 for inner in (outer.values() if isinstance(outer, dict) else outer)]
+        if not level:
+            return document
+    raise _too_deep(options)
+
+
+def _too_deep(options: ServeOptions) -> ApiError:
+    return bad(f"the body is nested deeper than {options.max_json_depth}")
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON")

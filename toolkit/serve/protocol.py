@@ -1,0 +1,243 @@
+"""Requests as records. Every field is honoured or refused: an unknown one is an error that names it.
+
+OpenAI's fields without effect here (``user``, ``metadata``, ``store`` false, ``service_tier`` auto or default) are
+accepted at those values only. Extensions: ``ignore_eos``, ``top_k``, ``min_p``, ``min_tokens``, ``stop_token_ids``,
+``repetition_penalty``, ``cache_salt``, ``priority``; ``response_format`` also takes {"type": "regex", "regex": "..."}.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import Field, ValidationError
+
+from calib.scheme import Frozen
+from engines.request import Grammar, SamplingParams
+from toolkit.serve.faults import ApiError, bad
+from toolkit.serve.options import ServeOptions
+
+Record = TypeVar("Record", bound=Frozen)
+Ids = list[Annotated[int, Field(ge=0)]]
+Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+
+
+class StreamOptions(Frozen):
+    include_usage: bool = False
+
+
+class Sampled(Frozen):
+    """What both generation endpoints share."""
+
+    model: str
+    n: int = Field(default=1, ge=1)
+    temperature: float = Field(default=1.0, ge=0.0, le=2.0)
+    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
+    presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
+    frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
+    logit_bias: dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], float] | None = None
+    seed: int | None = Field(default=None, ge=0, lt=2**63)
+    stop: str | list[str] | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    top_k: int = Field(default=0, ge=0)
+    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
+    repetition_penalty: float = Field(default=1.0, gt=0.0, le=10.0)
+    min_tokens: int = Field(default=0, ge=0)
+    stop_token_ids: Ids = Field(default_factory=list)
+    ignore_eos: bool = False
+    cache_salt: str = Field(default="", max_length=256)
+    priority: int = Field(default=0, ge=-100, le=100)
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+
+    def check(self, options: ServeOptions) -> None:
+        """The server's own limits, and fields that need each other."""
+        if self.model != options.model:
+            raise ApiError(404, f"model {self.model!r} is not served here; this is {options.model!r}", param="model",
+                           code="model_not_found")
+        if self.n > options.max_n:
+            raise bad(f"n is {self.n}; this server allows {options.max_n}", "n")
+        if self.stream_options is not None and not self.stream:
+            raise bad("stream_options needs stream: true", "stream_options")
+        if sum(map(len, self.stops)) > options.max_stop_chars:
+            raise bad(f"the stop strings have more than {options.max_stop_chars} characters", "stop")
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def params(self, *, max_tokens: int, logprobs: int | None, grammar: Grammar | None = None,
+               stop: tuple[str, ...] = ()) -> SamplingParams:
+        """As the engine takes them; an ApiError where they contradict each other."""
+        return validated(SamplingParams, {
+            "n": self.n, "max_tokens": max_tokens, "min_tokens": self.min_tokens, "temperature": self.temperature,
+            "top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p, "presence_penalty": self.presence_penalty,
+            "frequency_penalty": self.frequency_penalty, "repetition_penalty": self.repetition_penalty,
+            "logit_bias": {int(index): bias for index, bias in (self.logit_bias or {}).items()}, "seed": self.seed,
+            "stop": (*self.stops, *stop), "stop_token_ids": tuple(self.stop_token_ids), "ignore_eos": self.ignore_eos,
+            "logprobs": logprobs, "grammar": grammar})
+
+
+class CompletionRequest(Sampled):
+    """``POST /v1/completions``."""
+
+    prompt: str | list[str] | Ids | list[Ids]
+    max_tokens: int = Field(default=16, ge=0)
+    echo: bool = False
+    logprobs: int | None = Field(default=None, ge=0, le=20)
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        texts = [one for one in self.prompt if not isinstance(one, int)]
+        ids = [one for one in self.prompt if isinstance(one, int)]
+        return [ids] if ids else list(texts)
+
+    def check(self, options: ServeOptions) -> None:
+        super().check(options)
+        if not 1 <= len(self.prompts) <= options.max_prompts:
+            raise bad(f"{len(self.prompts)} prompts; this server allows 1 to {options.max_prompts}", "prompt")
+        if self.max_tokens == 0 and not self.echo:
+            raise bad("max_tokens is 0 and echo false: there is nothing to answer", "max_tokens")
+        if self.echo and self.stream:
+            raise bad("echo and stream exclude each other here", "echo")
+
+
+class FunctionCall(Frozen):
+    name: Name
+    arguments: str = Field(max_length=1 << 20)
+
+
+class ToolCall(Frozen):
+    id: str = Field(max_length=128)
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
+class TextPart(Frozen):
+    type: Literal["text"]
+    text: str
+
+
+class Message(Frozen):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = Field(default=None, max_length=128)
+    tool_call_id: str | None = None
+    refusal: None = None
+
+
+class Function(Frozen):
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] = Field(default_factory=lambda: {"type": "object", "properties": {}})
+    strict: bool | None = None
+
+
+class Tool(Frozen):
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Frozen):
+    name: Name
+
+
+class NamedTool(Frozen):
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class JsonSchema(Frozen):
+    name: Name
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Frozen):
+    type: Literal["text", "json_object", "json_schema", "regex"]
+    json_schema: JsonSchema | None = None
+    regex: str | None = None
+
+    def grammar(self) -> Grammar | None:
+        """What the answer must match; an ApiError when the field that says so is missing."""
+        given = {"json_schema": self.json_schema is not None, "regex": self.regex is not None}
+        if any(given[name] != (name == self.type) for name in given):
+            raise bad(f"response_format {self.type} takes {'the field ' + self.type if self.type in given else 'no'} "
+                      "other field", "response_format")
+        if self.type == "regex":
+            return validated(Grammar, {"kind": "regex", "source": self.regex})
+        if self.type == "text":
+            return None
+        schema = self.json_schema.schema_ if self.json_schema is not None else {"type": "object"}
+        return validated(Grammar, {"kind": "json_schema", "source": json.dumps(schema)})
+
+
+class ChatRequest(Sampled):
+    """``POST /v1/chat/completions``."""
+
+    messages: list[Message] = Field(min_length=1, max_length=4096)
+    max_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(default=None, ge=0, le=20)
+    response_format: ResponseFormat | None = None
+    tools: list[Tool] | None = Field(default=None, max_length=128)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool = True
+
+    def check(self, options: ServeOptions) -> None:
+        super().check(options)
+        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
+            raise bad("max_tokens and max_completion_tokens differ", "max_tokens")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise bad("top_logprobs needs logprobs: true", "top_logprobs")
+        if self.tool_choice not in (None, "none") and not self.tools:
+            raise bad("tool_choice needs tools", "tool_choice")
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+class TokenizeRequest(Frozen):
+    """``POST /tokenize``: a text, or a conversation under the model's template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = Field(default=None, min_length=1)
+    add_special_tokens: bool = True
+
+
+class DetokenizeRequest(Frozen):
+    """``POST /detokenize``."""
+
+    model: str | None = None
+    tokens: Ids
+
+
+def validated(kind: type[Record], value: Any, *, strict: bool = False) -> Record:
+    """A record, or an ApiError 400 that names the first field that is wrong. ``strict``: "1" is no number."""
+    try:
+        return kind.model_validate(value, strict=strict)
+    except ValidationError as error:
+        raise refusal(error) from error
+
+
+def refusal(error: ValidationError) -> ApiError:
+    """pydantic's complaint as OpenAI's error: the parameter, what is wrong, and what was found."""
+    first = error.errors()[0]
+    place = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("list[", "function-", "constr")))
+    if first["type"] == "extra_forbidden":
+        return bad(f"unknown or unsupported parameter: {place}", place, "unknown_parameter")
+    found = repr(first.get("input"))
+    message = first["msg"].removeprefix("Value error, ")
+    return bad(f"{place + ': ' if place else ''}{message} (found {found[:80]})", place or None)

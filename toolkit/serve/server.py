@@ -1,0 +1,155 @@
+"""One server from start to stop.
+
+**Stop.** SIGTERM (or SIGINT) closes the port and turns readiness to 503; requests under way have ``drain_s`` seconds.
+What is not finished then ends with an error: a plain request as 503, a stream with a last event that says so. The
+engine process ends, and ``serve`` returns; the command exits 0. A second signal does not wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from starlette.types import Scope
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from calib.text import Tokenizer
+from toolkit.errors import UsageError
+from toolkit.serve.app import make_app
+from toolkit.serve.client import EngineClient, EngineProcessError
+from toolkit.serve.faults import unavailable
+from toolkit.serve.gate import Gate
+from toolkit.serve.metrics import Metrics
+from toolkit.serve.options import ServeOptions
+from toolkit.serve.service import Service
+from toolkit.serve.text import Texts
+
+_LOG = logging.getLogger(__name__)
+_TOKENIZER = "tokenizer"
+#: After the drain: for last events to be written.
+_LAST_WORDS_S = 5.0
+
+
+class _Connections:
+    """Open connections by their peers' addresses, so that one can be cut."""
+
+    def __init__(self) -> None:
+        self._transports: dict[tuple[str, int], asyncio.Transport] = {}
+
+    def protocol(self) -> type[H11Protocol]:
+        transports = self._transports
+
+        class Protocol(H11Protocol):
+            def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+                super().connection_made(transport)
+                if self.client is not None:
+                    transports[self.client] = transport
+
+            def connection_lost(self, exc: Exception | None) -> None:
+                if self.client is not None:
+                    transports.pop(self.client, None)
+                super().connection_lost(exc)
+        return Protocol
+
+    def cut(self, scope: Scope) -> None:
+        client = scope.get("client")
+        if client is not None and (transport := self._transports.get(tuple(client))) is not None:
+            transport.abort()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, with a drain before its shutdown."""
+
+    def __init__(self, config: uvicorn.Config, service: Service, on_ready: Callable[[int], None]) -> None:
+        super().__init__(config)
+        self._service, self._on_ready = service, on_ready
+        self._tasks: list[asyncio.Task[None]] = []
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handle the signals here; uvicorn would raise them again at the end, and the exit code would not be 0."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stop)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+    def _stop(self) -> None:
+        if self.should_exit:
+            self.force_exit = True
+            return
+        _LOG.info("stopping: %d prompts have %g s", self._service.client.waiting_or_running,
+                  self._service.options.drain_s)
+        self._service.draining = self.should_exit = True
+        self._tasks.append(asyncio.create_task(self._drain()))
+
+    async def _drain(self) -> None:
+        await asyncio.sleep(self._service.options.drain_s)
+        self._service.client.fail_all(unavailable("the server is shutting down"))
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._tasks.append(asyncio.create_task(self._mourn()))
+        self._on_ready(self.servers[0].sockets[0].getsockname()[1])
+
+    async def _mourn(self) -> None:
+        """The engine process has ended: nothing can be served any more. Its requests have been answered."""
+        await self._service.client.ended.wait()
+        await asyncio.sleep(1.0)
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+async def serve(engine: Path, options: ServeOptions, on_ready: Callable[[int, dict[str, Any]], None]) -> None:
+    """Serve an engine folder until a signal. ``on_ready`` gets the port and what the engine says of itself.
+
+    EngineProcessError when the engine cannot start, or ended by itself.
+    """
+    if not options.is_loopback and not options.keys:
+        raise UsageError(f"{options.host} can be reached from other machines, and no API keys are given",
+                         "Give --api-keys FILE, or bind to 127.0.0.1.")
+    listener = _listen(options)
+    client = EngineClient(engine, options.watchdog_s)
+    try:
+        await client.start()
+        texts = Texts(Tokenizer.open(engine / _TOKENIZER), client.info["vocab_size"],
+                      client.info["limits"]["max_seq_len"])
+        service = Service(client, texts, options, Metrics(options.model, client.info))
+        connections = _Connections()
+        app = Gate(make_app(service, connections.cut), options)
+        config = uvicorn.Config(app, host=options.host, port=options.port, http=connections.protocol(), ws="none",
+                                lifespan="off", access_log=False, server_header=False, log_config=None,
+                                timeout_keep_alive=30, proxy_headers=False,
+                                timeout_graceful_shutdown=int(options.drain_s + _LAST_WORDS_S) + 1)
+        server = _Server(config, service, lambda port: on_ready(port, client.info))
+        await server.serve(sockets=[listener])
+        if client.ended.is_set() and not service.draining:
+            raise EngineProcessError("the engine process ended while serving", "Its messages stand above.")
+    finally:
+        listener.close()
+        await client.close()
+
+
+def _listen(options: ServeOptions) -> socket.socket:
+    """The port, taken before anything is loaded. UsageError when somebody has it."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(options.host, options.port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family, backlog=1024)
+    except OSError as error:
+        raise UsageError(f"{options.host}:{options.port} cannot be listened on: {error.strerror or error}",
+                         "Take another --port or --host.") from error

@@ -1,0 +1,127 @@
+"""What both protocols stand on: the engine's tickets with this server's limits, callers and figures around them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from engines.request import SamplingParams
+from toolkit.serve.client import EngineClient, ending_fault
+from toolkit.serve.faults import ApiError, unavailable
+from toolkit.serve.metrics import Metrics
+from toolkit.serve.options import ServeOptions
+from toolkit.serve.text import Texts
+from toolkit.serve.wire import Message
+
+
+@dataclass(slots=True)
+class Usage:
+    """Tokens of one request."""
+
+    prompt: int = 0
+    completion: int = 0
+    cached: int = 0
+
+    def add(self, prompt_tokens: int, ends: Sequence[Message]) -> None:
+        self.prompt += prompt_tokens
+        self.completion += sum(end["generated"] for end in ends)
+        self.cached += ends[0]["cached"] if ends else 0
+
+    def document(self) -> dict[str, Any]:
+        return {"prompt_tokens": self.prompt, "completion_tokens": self.completion,
+                "total_tokens": self.prompt + self.completion, "prompt_tokens_details": {"cached_tokens": self.cached}}
+
+
+class Service:
+    """One served engine."""
+
+    def __init__(self, client: EngineClient, texts: Texts, options: ServeOptions, metrics: Metrics) -> None:
+        self.client, self.texts, self.options, self.metrics = client, texts, options, metrics
+        self.started = int(time.time())
+        #: Set when no new request is taken.
+        self.draining = False
+
+    @property
+    def trouble(self) -> str | None:
+        """Why nothing new is served now; None when it is."""
+        return "the server is shutting down" if self.draining else self.client.trouble
+
+    def admit(self, prompts: int) -> None:
+        """ApiError 503 or 429 unless that many prompts may come in now."""
+        if self.trouble is not None:
+            raise unavailable(self.trouble)
+        room = self.client.info["limits"]["max_batch_size"] + self.options.max_queue
+        if self.client.waiting_or_running + prompts > max(room, prompts):
+            raise ApiError(429, f"{self.client.waiting_or_running} prompts are under way, and {room} are the most",
+                           code="overloaded", headers={"Retry-After": "1"})
+
+    def terms(self, caller: str, salt: str = "", priority: int = 0) -> dict[str, Any]:
+        """A request's terms for the engine. The prefix cache is parted by caller, and then by the request's salt."""
+        return {"salt": f"{caller}\0{salt}", "priority": priority, "deadline_s": self.options.request_timeout_s}
+
+    async def generate(self, prompts: Sequence[list[int]], params: SamplingParams, terms: dict[str, Any]
+                       ) -> list[list[Message]]:
+        """The ends of all continuations of all prompts, in order. The first fault ends the others."""
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self._one(prompt, params, terms)) for prompt in prompts]
+        return [task.result() for task in tasks]
+
+    async def _one(self, prompt: list[int], params: SamplingParams, terms: dict[str, Any]) -> list[Message]:
+        async with self.client.ticket(prompt, params, terms) as ticket:
+            ends = await ticket.result()
+        self.metrics.finished(len(prompt), ends)
+        return ends
+
+    async def score(self, prompt: list[int], top: int, terms: dict[str, Any]) -> list[list[Any]]:
+        """[log-probability, [[id, log-probability], ...]] of the prompt's tokens 1..n-1."""
+        async with self.client.ticket(prompt, None, terms, score=top) as ticket:
+            [message] = await ticket.result()
+        return message["logprobs"]
+
+    async def stream(self, prompts: Sequence[list[int]], params: SamplingParams, terms: dict[str, Any]
+                     ) -> AsyncIterator[tuple[int, Message]]:
+        """(prompt's number, message) of kinds ``token`` and ``done``, as they come. Leaving it early aborts all."""
+        merged: asyncio.Queue[tuple[int, Message | BaseException | None]] = asyncio.Queue()
+
+        async def pump(number: int, prompt: list[int]) -> None:
+            ends: list[Message] = []
+            try:
+                async with self.client.ticket(prompt, params, terms, stream=True) as ticket:
+                    async for message in ticket:
+                        if (fault := ending_fault(message["finish"], message["error"])) is not None:
+                            raise fault
+                        ends += [message] if message["kind"] == "done" else []
+                        merged.put_nowait((number, message))
+                self.metrics.finished(len(prompt), ends)
+                merged.put_nowait((number, None))
+            except ApiError as error:
+                merged.put_nowait((number, error))
+
+        tasks = [asyncio.create_task(pump(number, prompt)) for number, prompt in enumerate(prompts)]
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(_cancelled, tasks)
+            left = len(tasks)
+            while left:
+                number, message = await merged.get()
+                if isinstance(message, BaseException):
+                    raise message
+                if message is None:
+                    left -= 1
+                else:
+                    yield number, message
+
+
+async def _cancelled(tasks: Sequence[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def first_fault(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error that ended a group of tasks: an ApiError if there is one."""
+    found = [error for error in group.exceptions if isinstance(error, ApiError)]
+    return found[0] if found else group.exceptions[0]

@@ -1,0 +1,180 @@
+"""Tool calls: how a model writes them, how they are read back out of its text, and how they are enforced.
+
+The template tells the model how to write a call; which way that is, is read off the template itself:
+
+    tagged    <tool_call>\\n{"name": ..., "arguments": {...}}\\n</tool_call>   (Hermes, Qwen and many others)
+    bare      {"name": ..., "parameters": {...}} as the whole answer           (Llama 3)
+
+``CallReader`` takes the text as it streams and gives back content and finished calls: what may still be the beginning
+of a call is held back, so a client never sees half of the markup; a call that cannot be read stays text. With
+``tool_choice`` required or a named function, a grammar makes the model write calls that match the functions' schemas.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from engines.request import Grammar
+from toolkit.serve.faults import bad
+from toolkit.serve.protocol import ChatRequest, NamedTool, Tool, validated
+
+Style = Literal["tagged", "bare"]
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+_ARGUMENTS: dict[Style, str] = {"tagged": "arguments", "bare": "parameters"}
+
+
+def style_of(template: str) -> Style | None:
+    """How a template asks for calls; None when it is neither way."""
+    if OPEN in template:
+        return "tagged"
+    return "bare" if '"parameters"' in template and '"name"' in template else None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How one request's tools are handled. ``stop`` ends the text after the first call; ``grammar`` enforces calls."""
+
+    tools: tuple[Tool, ...]
+    style: Style
+    stop: tuple[str, ...] = ()
+    grammar: Grammar | None = None
+
+
+def plan_tools(request: ChatRequest, template: str, takes_tools: bool) -> Plan | None:
+    """The plan, or None for a request without tools. ApiError 400 for what this model or server cannot do."""
+    if not request.tools or request.tool_choice == "none":
+        return None
+    style = style_of(template) if takes_tools else None
+    if style is None:
+        raise bad("this model's chat template takes no tools" if not takes_tools else
+                  "this model's template writes tool calls in a way that is not understood here", "tools")
+    if request.response_format is not None and request.response_format.type != "text":
+        raise bad("response_format and tools exclude each other; set tool_choice to none", "response_format")
+    names = [tool.function.name for tool in request.tools]
+    if len(set(names)) != len(names):
+        raise bad("two tools have the same name", "tools")
+    if request.tool_choice in (None, "auto"):
+        if any(tool.function.strict for tool in request.tools):
+            raise bad("strict functions are enforced with tool_choice required or a named function only", "tools")
+        one = (CLOSE,) if style == "tagged" and not request.parallel_tool_calls else ()
+        return Plan(tuple(request.tools), style, stop=one)
+    chosen = list(request.tools)
+    if isinstance(request.tool_choice, NamedTool):
+        wanted = request.tool_choice.function.name
+        chosen = [tool for tool in chosen if tool.function.name == wanted]
+        if not chosen:
+            raise bad(f"tool_choice names {wanted!r}, which is not among the tools", "tool_choice")
+    many = request.parallel_tool_calls and not isinstance(request.tool_choice, NamedTool)
+    return Plan(tuple(request.tools), style, grammar=_grammar(chosen, style, many))
+
+
+def _grammar(tools: Sequence[Tool], style: Style, many: bool) -> Grammar:
+    """Calls of the given functions, each with arguments that match its schema."""
+    schema = {"anyOf": [{"type": "object", "properties": {"name": {"const": tool.function.name},
+                                                          _ARGUMENTS[style]: tool.function.parameters},
+                         "required": ["name", _ARGUMENTS[style]], "additionalProperties": False} for tool in tools],
+              "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
+    if style == "bare":
+        return validated(Grammar, {"kind": "json_schema", "source": json.dumps(schema)})
+    more = '("\\n" call)*' if many else ""
+    source = f'start: call {more}\ncall: "{OPEN}\\n" body "\\n{CLOSE}"\nbody: %json {json.dumps(schema)}\n'
+    return validated(Grammar, {"kind": "lark", "source": source})
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A finished call; ``arguments`` is JSON text."""
+
+    identity: str
+    name: str
+    arguments: str
+
+    def document(self) -> dict[str, Any]:
+        return {"id": self.identity, "type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+
+
+class CallReader:
+    """Text in, content and calls out. One a continuation."""
+
+    def __init__(self, plan: Plan | None) -> None:
+        self._plan, self._held = plan, ""
+        self.calls: list[Call] = []
+
+    def push(self, text: str) -> tuple[str, list[Call]]:
+        """Take a piece of text; returns what is content for sure, and the calls that it finished."""
+        if self._plan is None:
+            return text, []
+        self._held += text
+        return self._bare() if self._plan.style == "bare" else self._tagged()
+
+    def _tagged(self) -> tuple[str, list[Call]]:
+        content = ""
+        found: list[Call] = []
+        while True:
+            start = self._held.find(OPEN)
+            if start < 0:
+                keep = _overlap(self._held, OPEN)
+                content += self._held[:len(self._held) - keep]
+                self._held = self._held[len(self._held) - keep:]
+                break
+            content += self._held[:start]
+            self._held = self._held[start:]
+            end = self._held.find(CLOSE)
+            if end < 0:
+                break
+            content, found = self._close(self._held[:end + len(CLOSE)], self._held[len(OPEN):end], content, found)
+            self._held = self._held[end + len(CLOSE):]
+        return self._between(content), found
+
+    def _close(self, markup: str, body: str, content: str, found: list[Call]) -> tuple[str, list[Call]]:
+        call = self._read(body)
+        if call is None:
+            return content + markup, found
+        return content, [*found, call]
+
+    def _between(self, content: str) -> str:
+        """White space after a call is markup too."""
+        return "" if self.calls and not content.strip() else content
+
+    def _bare(self) -> tuple[str, list[Call]]:
+        """An answer that begins with a brace may be a call as a whole; any other is content from the beginning on."""
+        if not self._held.lstrip() or self._held.lstrip().startswith("{"):
+            return "", []
+        content, self._held = self._held, ""
+        self._plan = None
+        return content, []
+
+    def finish(self) -> tuple[str, list[Call]]:
+        """The end of the text: a call without its end tag counts, anything else that was held back is content."""
+        held, self._held = self._held, ""
+        if self._plan is None or not held:
+            return held, []
+        body = held.removeprefix(OPEN) if self._plan.style == "tagged" else held
+        if (self._plan.style == "bare" or held.startswith(OPEN)) and (call := self._read(body)) is not None:
+            return "", [call]
+        return self._between(held), []
+
+    def _read(self, body: str) -> Call | None:
+        """The call that a JSON text is; None when it is none of the known functions'."""
+        assert self._plan is not None
+        try:
+            found = json.loads(body)
+        except (ValueError, RecursionError):
+            return None
+        key = _ARGUMENTS[self._plan.style]
+        if not isinstance(found, dict) or not isinstance(found.get(key), dict):
+            return None
+        if found.get("name") not in {tool.function.name for tool in self._plan.tools}:
+            return None
+        call = Call(f"call_{secrets.token_hex(12)}", found["name"], json.dumps(found[key], ensure_ascii=False))
+        self.calls.append(call)
+        return call
+
+
+def _overlap(text: str, marker: str) -> int:
+    """Length of the longest end of ``text`` that is a proper beginning of ``marker``."""
+    return next((size for size in range(min(len(text), len(marker) - 1), 0, -1) if marker.startswith(text[-size:])), 0)

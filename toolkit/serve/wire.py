@@ -1,0 +1,90 @@
+"""Messages between front end and engine: 4 bytes of length, then JSON, over a socket pair. No pickle.
+
+    to the engine     {"op": "submit", "id", "prompt", "params", "terms", "stream", "score"}
+                      {"op": "abort", "id"}   {"op": "stats", "id"}   {"op": "dump"}
+    to the front end  {"ev": "hello", ...}                   once, when weights are loaded
+                      {"ev": "step", "steps", "tokens": [[id, index, token, text, logprob, finish, error], ...],
+                       "done": [...], "scores": [...]}       after a step that changed something
+                      {"ev": "refused", "id", "code", "message", "hint"}
+                      {"ev": "beat", "steps", "busy"}        twice a second, from a thread of its own
+                      {"ev": "stats", "id", ...}
+
+A token's ``logprob`` is [log-probability, [[id, log-probability], ...]] or null.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import struct
+import threading
+from typing import Any
+
+_HEADER = struct.Struct(">I")
+Message = dict[str, Any]
+
+
+def pack(message: Message) -> bytes:
+    data = json.dumps(message, separators=(",", ":"), ensure_ascii=True).encode()
+    return _HEADER.pack(len(data)) + data
+
+
+class BlockingWire:
+    """The engine's end. Several threads may send; one receives."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+        self._lock = threading.Lock()
+
+    def send(self, message: Message) -> None:
+        data = pack(message)
+        with self._lock:
+            self._end.sendall(data)
+
+    def receive(self) -> Message | None:
+        """The next message; None at the end of the connection."""
+        header = self._read(_HEADER.size)
+        if header is None:
+            return None
+        data = self._read(_HEADER.unpack(header)[0])
+        return None if data is None else json.loads(data)
+
+    def _read(self, count: int) -> bytes | None:
+        parts: list[bytes] = []
+        while count:
+            part = self._end.recv(min(count, 1 << 20))
+            if not part:
+                return None
+            parts.append(part)
+            count -= len(part)
+        return b"".join(parts)
+
+
+class AsyncWire:
+    """The front end's end."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    @classmethod
+    async def over(cls, end: socket.socket) -> AsyncWire:
+        return cls(*await asyncio.open_connection(sock=end))
+
+    def send(self, message: Message) -> None:
+        """Queue a message. The engine reads in a thread of its own, so this never waits long."""
+        self._writer.write(pack(message))
+
+    async def receive(self) -> Message | None:
+        """The next message; None at the end of the connection."""
+        try:
+            header = await self._reader.readexactly(_HEADER.size)
+            return json.loads(await self._reader.readexactly(_HEADER.unpack(header)[0]))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return None
+
+    async def close(self) -> None:
+        self._writer.close()
+        with contextlib.suppress(ConnectionError):
+            await self._writer.wait_closed()

@@ -1,0 +1,221 @@
+"""The engine process: ``python -m toolkit.serve.worker ENGINE FD``.
+
+The main thread owns the loop: it takes what has come in, makes one step, and sends what came of it in one message. A
+reader thread fills the inbox, so an abort is seen before the next step; a third one says twice a second how many steps
+there were, so that the front end can tell a slow step from a dead process. The process ends when the connection does.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import logging
+import queue
+import signal
+import socket
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from calib.errors import ToolkitError
+from engines.llm import LLM
+from engines.request import SamplingParams, TokenLogprob
+from engines.runtime.loop import Loop, Terms, TokenEvent
+from toolkit.serve.wire import BlockingWire, Message
+
+_LOG = logging.getLogger(__name__)
+BEAT_S = 0.5
+
+
+@dataclass(slots=True)
+class Job:
+    """One prompt of a request: its sequences by number, and how its front end wants to hear of it."""
+
+    identity: int
+    stream: bool
+    numbers: dict[int, int] = field(default_factory=dict)
+    score: bool = False
+
+
+class Worker:
+    """Serves one connection with one LLM."""
+
+    def __init__(self, llm: LLM, wire: BlockingWire) -> None:
+        self._llm, self._wire = llm, wire
+        self._loop: Loop = llm.loop
+        self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._jobs: dict[int, Job] = {}
+        self._of_number: dict[int, tuple[Job, int]] = {}
+        self._open = True
+
+    def run(self) -> None:
+        """Serve until the connection ends."""
+        self._wire.send(hello(self._llm))
+        for target in (self._read, self._beat):
+            threading.Thread(target=target, daemon=True).start()
+        while self._open:
+            self._take()
+            if self._open and not self._loop.idle:
+                self._step()
+
+    def _read(self) -> None:
+        try:
+            while (message := self._wire.receive()) is not None:
+                if message["op"] == "dump":
+                    self._dump()
+                else:
+                    self._inbox.put(message)
+        except (OSError, ValueError):
+            _LOG.exception("the connection broke")
+        self._inbox.put(None)
+
+    def _beat(self) -> None:
+        while self._open:
+            time.sleep(BEAT_S)
+            try:
+                self._wire.send({"ev": "beat", "steps": self._loop.steps, "busy": not self._loop.idle})
+            except OSError:
+                return
+
+    def _dump(self) -> None:
+        """State of every sequence and all threads' stacks, on stderr."""
+        sys.stderr.write(f"engine state: {json.dumps([self._loop.stats(), *self._loop.describe()])}\n")
+        faulthandler.dump_traceback(all_threads=True)
+
+    def _take(self) -> None:
+        """Handle what came in; wait for it when there is nothing else to do."""
+        while True:
+            try:
+                message = self._inbox.get(block=self._loop.idle)
+            except queue.Empty:
+                return
+            if message is None:
+                self._open = False
+                return
+            self._handle(message)
+
+    def _handle(self, message: Message) -> None:
+        if message["op"] == "submit":
+            self._submit(message)
+        elif message["op"] == "abort":
+            self._abort(message["id"])
+        elif message["op"] == "stats":
+            self._wire.send({"ev": "stats", "id": message["id"], **self._llm.stats()})
+        else:
+            raise ValueError(f"unknown message {message['op']!r}")
+
+    def _submit(self, message: Message) -> None:
+        job = Job(message["id"], message["stream"], score=message["score"] is not None)
+        try:
+            terms = Terms(**message["terms"])
+            if job.score:
+                job.numbers[0] = self._loop.admit_score(message["prompt"], message["score"], None, terms)
+            else:
+                params = SamplingParams.model_validate(message["params"])
+                for index in range(params.n):
+                    job.numbers[index] = self._loop.admit(message["prompt"], params, index=index, terms=terms)
+        except ToolkitError as error:
+            self._drop(job)
+            self._wire.send({"ev": "refused", "id": job.identity, "code": error.code, "message": error.message,
+                             "hint": error.hint})
+            return
+        self._jobs[job.identity] = job
+        self._of_number |= {number: (job, index) for index, number in job.numbers.items()}
+
+    def _abort(self, identity: int) -> None:
+        """Idempotent: what has ended before is not known any more."""
+        if (job := self._jobs.pop(identity, None)) is not None:
+            self._drop(job)
+
+    def _drop(self, job: Job) -> None:
+        for number in job.numbers.values():
+            self._loop.abort(number)
+            self._of_number.pop(number, None)
+
+    def _step(self) -> None:
+        tokens: list[list[Any]] = []
+        done: list[Message] = []
+        scores: list[Message] = []
+        for event in self._loop.step():
+            if event.number not in self._of_number:
+                continue
+            job, index = self._of_number[event.number]
+            if job.stream and not job.score:
+                tokens.append(token_message(job.identity, index, event))
+            if event.finish_reason is not None:
+                self._end(job, index, event, done, scores)
+        if tokens or done or scores:
+            self._wire.send({"ev": "step", "steps": self._loop.steps, "tokens": tokens, "done": done, "scores": scores})
+
+    def _end(self, job: Job, index: int, event: TokenEvent, done: list[Message], scores: list[Message]) -> None:
+        del self._of_number[event.number]
+        del job.numbers[index]
+        if not job.numbers:
+            self._jobs.pop(job.identity, None)
+        if job.score:
+            scores.append(self._score(job, event))
+            return
+        output = self._loop.take(event.number)
+        its = output.outputs[0]
+        done.append({"id": job.identity, "index": index, "finish": its.finish_reason, "error": its.error,
+                     "text": None if job.stream else its.text, "generated": len(its.token_ids),
+                     "tokens": None if job.stream else its.token_ids,
+                     "logprobs": None if job.stream or its.logprobs is None else [plain(one) for one in its.logprobs],
+                     "cached": output.cached_tokens, "ttft_s": output.ttft_s, "e2e_s": output.e2e_s,
+                     "queue_s": output.queue_s})
+
+    def _score(self, job: Job, event: TokenEvent) -> Message:
+        try:
+            score = self._loop.take_score(event.number)
+        except ToolkitError as error:
+            return {"id": job.identity, "finish": event.finish_reason, "error": error.message}
+        top: list[list[list[float]]] = [[] for _ in score.logprobs]
+        if score.top_ids is not None and score.top_logprobs is not None:
+            top = [[[int(token), float(value)] for token, value in zip(ids, values, strict=True)]
+                   for ids, values in zip(score.top_ids, score.top_logprobs, strict=True)]
+        return {"id": job.identity, "finish": "length", "error": None,
+                "logprobs": [[float(value), row] for value, row in zip(score.logprobs, top, strict=True)]}
+
+
+def plain(logprob: TokenLogprob) -> list[Any]:
+    return [logprob.logprob, [[token, value] for token, value in logprob.top.items()]]
+
+
+def token_message(identity: int, index: int, event: TokenEvent) -> list[Any]:
+    return [identity, index, event.token, event.text, None if event.logprob is None else plain(event.logprob),
+            event.finish_reason, event.error]
+
+
+def hello(llm: LLM) -> Message:
+    """Who the engine is, for a front end that opens no engine itself."""
+    engine, limits = llm.engine, llm.loop.limits
+    return {"ev": "hello", "digest": engine.digest, "recipe": engine.recipe, "kv_cache": engine.kv.dtype,
+            "device": engine.device, "numerics": llm.numerics, "checkpoint_digest": engine.checkpoint_digest,
+            "emulated": engine.emulated, "vocab_size": engine.plan.model.vocab_size,
+            "family": engine.plan.model.family, "limits": limits.model_dump(),
+            "versions": engine.artifact.manifest.versions}
+
+
+def main(engine: str, descriptor: str) -> None:
+    """Load an engine and serve the connection at a file descriptor."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C for the whole group is the front end's to handle
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s")
+    wire = BlockingWire(socket.socket(fileno=int(descriptor)))
+    try:
+        llm = LLM(Path(engine))
+        llm.loop.warm_grammars()
+    except ToolkitError as error:
+        wire.send({"ev": "failed", "code": error.code, "message": error.message, "hint": error.hint})
+        return
+    with llm:
+        Worker(llm, wire).run()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
