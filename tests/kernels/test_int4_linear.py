@@ -99,10 +99,13 @@ def test_words_lie_as_the_docstring_says(order):
     words = pack_int4(codes, scale, order).tensors["words"]
     assert words.shape == (Geometry(n, k, group).tiles, Geometry(n, k, group).chunks, 32, 4)
     for row, col in torch.randint(0, 40, (40, 2), generator=torch.Generator().manual_seed(1)).tolist():
-        col = 6 * col
-        h, r, c, e = row % 16 // 8, row % 8, col % 32 // 8, col % 4
-        place = 4 * (2 * (e // 2) + h + 4 * (e % 2) if order is Order.A16 else 2 * e + h)
-        word = words[row // 16, col // 64, 4 * r + c, col % 64 // 32 * 2 + col % 8 // 4]
+        col = 5 * col
+        h, r = row % 16 // 8, row % 8
+        if order is Order.A16:
+            c, i, place = col % 8 // 2, col % 64 // 16, 4 * (2 * (col % 16 // 8) + h + 4 * (col % 2))
+        else:
+            c, i, place = col % 32 // 8, col % 64 // 32 * 2 + col % 8 // 4, 4 * (2 * (col % 4) + h)
+        word = words[row // 16, col // 64, 4 * r + c, i]
         code = int(word) >> place & 15
         assert (code - 8 if order is Order.A16 else (code + 8) % 16 - 8) == int(codes[row, col])
 

@@ -27,7 +27,8 @@ _ONE = ((8, 2, 1, 0, 1), (16, 2, 1, 0, 1), (8, 2, 2, 0, 1), (4, 4, 1, 0, 1), (8,
 _EIGHT = ((16, 2, 1, 0, 0), (8, 2, 1, 0, 8), (16, 2, 1, 2, 0), (8, 2, 1, 0, 0), (8, 4, 2, 0, 0), (8, 2, 2, 0, 8),
           (4, 2, 1, 0, 0), (4, 4, 1, 0, 8))
 _MORE = ((8, 2, 2, 0, 0), (4, 2, 2, 0, 0), (8, 4, 2, 0, 0), (4, 4, 2, 0, 0), (8, 4, 1, 0, 0))
-_DOT = ((128, 8, 3, 1), (64, 4, 4, 1), (128, 8, 3, 0), (128, 4, 3, 1), (256, 8, 3, 1), (64, 4, 3, 0))
+_FEW_DOT = ((64, 4, 4, 0), (128, 8, 3, 0), (128, 4, 3, 0))
+_DOT = ((128, 8, 3, 0), (64, 4, 3, 0), (128, 8, 3, 1), (64, 4, 4, 0), (128, 8, 4, 0))
 # (warps, UNIT, RT, programs per SM, STAGED) and (BLOCK_N, warps, stages, FOLD); fastest first on an H200, 2026-11-29
 
 
@@ -43,7 +44,7 @@ class Int4A16(Int4Linear):
         few = mma_configs(shape, _ONE if shape.m == 1 else _EIGHT if shape.m <= 8 else _MORE, device, pdl=pdl)
         if few and shape.m <= 8:
             return few
-        many = dot_configs(shape, device, _DOT if shape.m > 32 else _DOT[:3], pdl=pdl) if shape.m <= 1024 else []
+        many = dot_configs(shape, device, _DOT if shape.m > 32 else _FEW_DOT, pdl=pdl) if shape.m <= 1024 else []
         unpack = [unpack_config(shape, pdl)] if shape.m >= 128 or not device.capability else []
         if shape.m >= 256:
             return unpack + many

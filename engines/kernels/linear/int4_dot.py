@@ -6,8 +6,9 @@ A program owns ``BLOCK_N`` rows (weights stand on the matrix instruction's 64-wi
 step takes one group of inputs, or ``BLOCK_K`` of them when FOLD is set:
 
     words   [tiles, chunks, lanes]  the storage of ``int4_layout``, loaded as it lies
-    weights [BLOCK_N, BLOCK_K]      widened by shifts and masks, put in place by a permutation of axes; the order of
-                                    storage is that of the instruction's register operand, so this costs no traffic
+    weights [BLOCK_N, BLOCK_K]      widened by shifts and masks (2 instructions a weight), put in place by a permutation
+                                    of axes; the order of storage is that of the instruction's register operand, so
+                                    this costs no traffic
     x       [BLOCK_K, BLOCK_M]      through shared memory, pipelined
     sum     [BLOCK_N, BLOCK_M]      fp32; the group's part is scaled in fp32 and added
 
@@ -42,14 +43,21 @@ def load_weights(w_ptr, first_tile, tiles, k0, CHUNKS: tl.constexpr, BLOCK_N: tl
                  A8: tl.constexpr, WIDE: tl.constexpr, FP16: tl.constexpr) -> tl.tensor:
     """Codes of BLOCK_N rows x BLOCK_K inputs from k0: bf16, fp16 (FP16), fp32 (WIDE) or, for A8, int8 16 q.
 
-    ``w_ptr`` points to int16 (A16) or int8 (A8) pieces of the words. BLOCK_K is 32 or a multiple of 64.
+    ``w_ptr`` points to the words (A16) or to their bytes (A8). BLOCK_K is 32 or a multiple of 64.
+
+    A16: two weights at a time, as they lie in a word, and tiles next to lanes: warps are dealt tiles, as the matrix
+    instruction deals rows to warps. What comes out *is* its register operand: nothing passes through shared memory.
     """
     TILES: tl.constexpr = BLOCK_N // 16
-    PART: tl.constexpr = 4 if A8 else 2  # pieces of a word
+    PART: tl.constexpr = 4 if A8 else 1  # pieces of a word
     HALVES: tl.constexpr = 1 if BLOCK_K == 32 else 2
     STEP: tl.constexpr = BLOCK_K // 32 // HALVES
-    tile = tl.minimum(first_tile + tl.arange(0, TILES), tiles - 1)[:, None, None, None]
-    chunk = (k0 // 64 + tl.arange(0, STEP))[None, :, None, None]
+    if A8:
+        tile = tl.minimum(first_tile + tl.arange(0, TILES), tiles - 1)[:, None, None, None]
+        chunk = (k0 // 64 + tl.arange(0, STEP))[None, :, None, None]
+    else:
+        tile = tl.minimum(first_tile + tl.arange(0, TILES), tiles - 1)[None, :, None, None]
+        chunk = (k0 // 64 + tl.arange(0, STEP))[:, None, None, None]
     lane = tl.arange(0, 32)[None, None, :, None]
     piece = tl.arange(0, 2 * PART * HALVES)[None, None, None, :]
     inner = chunk * (128 * PART) + lane * (4 * PART) + piece
@@ -59,21 +67,22 @@ def load_weights(w_ptr, first_tile, tiles, k0, CHUNKS: tl.constexpr, BLOCK_N: tl
     if A8:
         both = tl.join(w << 4, w & -16)
         both = tl.reshape(both, (TILES, STEP, 8, 4, HALVES, 2, 4, 2))  # tile chunk r c i2 i1 e h
-        codes = tl.reshape(tl.permute(both, (0, 7, 2, 1, 4, 3, 5, 6)), (BLOCK_N, BLOCK_K))
+        values = tl.reshape(tl.permute(both, (0, 7, 2, 1, 4, 3, 5, 6)), (BLOCK_N, BLOCK_K))
     else:
-        low = tl.join(w & 15, (w >> 4) & 15)
-        high = tl.join((w >> 8) & 15, (w >> 12) & 15)
-        four = tl.join(low, high)
-        four = tl.reshape(four, (TILES, STEP, 8, 4, HALVES, 2, 2, 2, 2))  # tile chunk r c i2 i1 e0 h e1
-        codes = tl.reshape(tl.permute(four, (0, 7, 2, 1, 4, 3, 5, 8, 6)), (BLOCK_N, BLOCK_K))
-    if A8:
-        values = codes
-    elif WIDE:
-        values = codes.to(tl.float32) - 8.0
-    elif FP16:
-        values = (codes | 0x6400).to(tl.float16, bitcast=True) - 1032.0
-    else:
-        values = (codes | 0x4300).to(tl.bfloat16, bitcast=True) - 136.0
+        low = tl.join(w & 0x000F000F, (w >> 4) & 0x000F000F)
+        high = tl.join((w >> 8) & 0x000F000F, (w >> 12) & 0x000F000F)
+        pairs = tl.join(low, high)  # ... h, e1
+        if not WIDE:
+            pairs = pairs | (0x64006400 if FP16 else 0x43004300)
+        codes = tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16))  # ... e0
+        if WIDE:
+            values = codes.to(tl.float32) - 8.0
+        elif FP16:
+            values = codes.to(tl.float16, bitcast=True) - 1032.0
+        else:
+            values = codes.to(tl.bfloat16, bitcast=True) - 136.0
+        values = tl.reshape(values, (STEP, TILES, 8, 4, HALVES, 2, 2, 2, 2))  # chunk tile r c i2 i1 h e1 e0
+        values = tl.reshape(tl.permute(values, (1, 6, 2, 0, 4, 5, 7, 3, 8)), (BLOCK_N, BLOCK_K))
     return values
 
 
@@ -169,7 +178,7 @@ def launch_int4_dot(x: torch.Tensor, packed: Packed, config: KernelConfig, out: 
     views = split_k_views(workspace, dot_workspace(shape, config))
     partials, tickets = (words, words) if views is None else views
     grid = (triton.cdiv(packed.n, config["BLOCK_N"]), config["SPLIT_K"], triton.cdiv(m, config["BLOCK_M"]))
-    pieces = words.view(torch.int8 if a8 else torch.int16)
+    pieces = words.view(torch.int8) if a8 else words
     bias = packed.tensors.get("bias")
     int4_dot[grid](x, scales if x_scale is None else x_scale, pieces, scales, scales if bias is None else bias, out,
                    partials, tickets, m, packed.n, K=packed.k, GROUP=packed.group, BLOCK_M=config["BLOCK_M"],

@@ -1,22 +1,24 @@
 """Where each 4-bit weight lies: one storage order, made for the tensor core's own registers.
 
-The matrix instructions ``mma.m16n8k16`` (16-bit) and ``mma.m16n8k32`` (int8) want operand A spread over a warp: lane
-``l`` holds rows ``r = l // 4`` and ``r + 8`` at column positions that depend only on ``c = l % 4``. Which *logical* k a
-position stands for is ours to choose, as long as the activations are read in the same order. So weights are stored in
-the order in which lanes will hold them, and a 16-byte load per lane *is* the operand, after a few bit operations:
+The matrix instructions ``mma.m16n8k16`` (16-bit) and ``mma.m16n8k32`` (int8), and Hopper's ``wgmma`` with operand A in
+registers, want A spread over a warp: lane ``l`` holds rows ``r = l // 4`` and ``r + 8`` at column positions that
+depend only on ``c = l % 4``. So weights are stored in the order in which lanes will hold them, and a 16-byte load per
+lane *is* the operand, after a few bit operations:
 
     words  int32 [tiles, chunks, 32 lanes, 4]        tiles = ceil(n / 16), chunks = padded k / 64
       word i (0..3) of lane (r, c) holds 2 rows x 4 inputs:
         row  = 16 tile + 8 h + r                       h = 0, 1
-        k    = 64 chunk + 32 (i // 2) + 8 c + 4 (i % 2) + e      e = 0..3
-      so a warp's load of one chunk is 512 contiguous bytes = a 16 x 64 block of weights, and the four lanes of one r
-      read 8 contiguous activations each, 32 in a row.
+        k    = 64 chunk + 16 i + 8 (e // 2) + 2 c + e % 2              e = 0..3    (A16)
+        k    = 64 chunk + 32 (i // 2) + 8 c + 4 (i % 2) + e                        (A8)
+      so a warp's load of one chunk is 512 contiguous bytes = a 16 x 64 block of weights. A16's word i is one
+      instruction of 16 inputs in their natural order, as activations in shared memory have it; A8's four lanes of one r
+      read 8 contiguous activations each, an order that both operands then share.
 
 The place of a nibble inside its word serves the arithmetic:
 
     order  nibble p holds      code        read as
     A16    h = p % 2,          q + 8       pairs (p, p + 4): ``(w >> 4 p) & 0x000f000f | 0x43004300`` is two bf16
-           e = 2 (p % 4 // 2)              numbers 128 + (q + 8), neighbours e, e + 1 of one row; minus 136 is q
+           e = 2 (p % 4 // 2)              numbers 128 + (q + 8), neighbours in k of one row; minus 136 is q
              + p // 4
     A8     h = p % 2,          q (two's    bytes: ``(w << 4) & 0xf0f0f0f0`` is four int8 numbers 16 q of row r,
            e = p // 2          complement) ``w & 0xf0f0f0f0`` the same four inputs of row r + 8
@@ -103,7 +105,7 @@ def pack_int4(weight: torch.Tensor, weight_scale: torch.Tensor | None, order: Or
     codes = torch.zeros(geometry.tiles * ROWS, geometry.padded_k, dtype=torch.int8, device=weight.device)
     codes[:n, :k] = weight
     codes = codes + 8 if order is Order.A16 else codes & 15
-    blocks = codes.view(geometry.tiles, 2, 8, geometry.chunks, 2, 4, 2, 2, 2)  # tile h r | chunk i2 c i1 e1 e0
+    blocks = codes.view(geometry.tiles, 2, 8, geometry.chunks, *_inner_axes(order))
     nibbles = blocks.permute(*_nibble_axes(order)).reshape(geometry.tiles, geometry.chunks, 32, 4, 8)
     words = torch.zeros(nibbles.shape[:-1], dtype=torch.int32, device=weight.device)
     for p in range(8):
@@ -141,9 +143,14 @@ def scales_per_load(dtype: torch.dtype) -> int:
     return 2 if dtype == torch.float32 else 4
 
 
+def _inner_axes(order: Order) -> tuple[int, ...]:
+    """How the k of a chunk divides: (i2, i1, e1, c, e0) for A16, (i2, c, i1, e1, e0) for A8."""
+    return (2, 2, 2, 4, 2) if order is Order.A16 else (2, 4, 2, 2, 2)
+
+
 def _nibble_axes(order: Order) -> tuple[int, ...]:
-    """Axes (tile h r chunk i2 c i1 e1 e0) in storage order: tile chunk r c i2 i1, then nibble bits 2, 1, 0."""
-    return (0, 3, 2, 5, 4, 6, 8, 7, 1) if order is Order.A16 else (0, 3, 2, 5, 4, 6, 7, 8, 1)
+    """Axes (tile h r chunk, then ``_inner_axes``) in storage order: tile chunk r c i2 i1, then nibble bits 2, 1, 0."""
+    return (0, 3, 2, 7, 4, 5, 8, 6, 1) if order is Order.A16 else (0, 3, 2, 5, 4, 6, 7, 8, 1)
 
 
 def _exact_dtype(scale: torch.Tensor) -> torch.dtype:

@@ -80,7 +80,7 @@ def launch_int4_mm(x: torch.Tensor, packed: Packed, config: KernelConfig, out: t
     a8 = x_scale is not None
     block_n, block_k = config["BLOCK_N"], config["BLOCK_K"]
     int4_unpack[(triton.cdiv(n, block_n), triton.cdiv(k, block_k))](
-        words.view(torch.int8 if a8 else torch.int16), scales, weight, n, K=k, GROUP=packed.group, BLOCK_N=block_n,
+        words.view(torch.int8) if a8 else words, scales, weight, n, K=k, GROUP=packed.group, BLOCK_N=block_n,
         BLOCK_K=block_k, PER_LOAD=scales_per_load(scales.dtype), A8=a8, **launch_options(config))
     if x_scale is not None:
         wide = raw[needed - 2 * m * k: needed].view(out.dtype).view(m, k)

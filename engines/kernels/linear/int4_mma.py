@@ -86,7 +86,7 @@ def _load_x(x_ptr, m, k0, lane, j, HALF: gl.constexpr, K: gl.constexpr, NT: gl.c
             x = x_ptr + (token * (K // 4) + k0 // 4 + inner)
             inside = k0 + 32 * (j // 2) < K
         else:
-            x = x_ptr + (token * (K // 2) + k0 // 2 + (16 * HALF + 4 * (lane % 4) + j))
+            x = x_ptr + (token * (K // 2) + k0 // 2 + (16 * HALF + 4 * j + lane % 4))
             inside = k0 + 32 * HALF < K
         if EVEN:
             loaded = loaded + (gl.load(x, mask=(lane // 4 + 8 * t < m) & (j >= 0)),)  # other columns may hold anything

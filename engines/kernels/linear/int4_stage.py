@@ -1,6 +1,6 @@
 """How ``int4_mma`` brings the activations of a step to the lanes that multiply them.
 
-Each lane needs 16 bytes here and there: for input 32 i + 8 c ... + 7 of its token. Loading them one by one is slow, as
+Each lane needs 16 bytes here and there of each 32 inputs of its token. Loading them one by one is slow, as
 the assembler puts every load right before its use and their latencies add up. So a step's activations come in by one
 coalesced load a thread (``load_step``), and are handed out through shared memory (``spread_step``): a change of layout,
 then a split of the registers into the fragments in the order of use.
@@ -51,7 +51,7 @@ def spread_step(x, TOKENS: gl.constexpr, WORDS: gl.constexpr, NW: gl.constexpr, 
         x = gl.permute(gl.reshape(x, [TOKENS, NW, PARTS, 2, 4, 2]), [1, 0, 4, 3, 5, 2])
         x = gl.reshape(x, [NW, TOKENS, 4, 4, PARTS])
     else:
-        x = gl.permute(gl.reshape(x, [TOKENS, NW, PARTS, 4, 4]), [1, 0, 3, 4, 2])
+        x = gl.permute(gl.reshape(x, [TOKENS, NW, PARTS, 4, 4]), [1, 0, 4, 3, 2])
     F: gl.constexpr = gl.BlockedLayout([1, 1, 1, 4, PARTS], [1, 8, 4, 1, 1], [NW, 1, 1, 1, 1], [4, 3, 2, 1, 0])
     x = gl.convert_layout(x, F)
     if TOKENS == 1:
