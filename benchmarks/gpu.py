@@ -6,7 +6,8 @@ Cells, by DESIGN's formula: decode step = (T(128) - T(1)) / 127 at ISL 128, T th
 tokens/s = batch * ISL / T(1); ttft = T(1) at batch 1. ``long``: decode at 8k and 32k context, from each request's own
 first and last token time. Floors are bytes of weights (and KV) over the copy bandwidth measured in this run; prefill
 has none. ``--peer`` runs vLLM's benchmark of the same cells from ``.peers`` in the same call. ``--profile`` prints the
-time of each kernel in one decode step. One precision a run; runs are merged by device, versions and commit.
+time of each kernel in one decode step, ``--profile-prefill`` in prompts of 2048 tokens. One precision a run; runs are
+merged by device, versions and commit.
 """
 
 from __future__ import annotations
@@ -150,21 +151,25 @@ def kv_bytes(plan: Plan) -> int:
     return 2 * model.num_layers * model.num_kv_heads * model.head_dim * (1 if plan.kv.quantized else 2)
 
 
+def recorded(llm: LLM, ids: list[list[int]], tokens: int) -> list[tuple[float, float, str]]:
+    """(end, start, name) of every kernel of one call, in order of their ends."""
+    params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+    llm.generate(ids, params)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
+        llm.generate(ids, params)
+    return sorted((event.time_range.end, event.time_range.start, event.name.split("(")[0][:40])
+                  for event in found.events() if event.device_type == torch.autograd.DeviceType.CUDA)
+
+
 def profile(llm: LLM, batch: int, isl: int) -> None:
     """Where a decode step's time goes, kernel by kernel.
 
     With programmatic dependent launch kernels overlap: one that waits for its predecessor looks long. What counts is by
     how much each one moves the end: its own end minus the latest end before it. Kernels are told apart by neighbours.
     """
-    params = SamplingParams(max_tokens=9, ignore_eos=True)
-    ids = prompts(batch, isl)
-    llm.generate(ids, params)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as recorded:
-        llm.generate(ids, params)
-    spans = sorted((event.time_range.end, event.time_range.start, event.name.split("(")[0][:40])
-                   for event in recorded.events() if event.device_type == torch.autograd.DeviceType.CUDA)
-    last = max((i for i, span in enumerate(spans) if "prefill" in span[2]), default=0)
+    spans = recorded(llm, prompts(batch, isl), 9)
     names = [span[2] for span in spans]
+    last = max((i for i, name in enumerate(names) if "prefill" in name), default=0)
     first = next(i for i in range(last, len(spans)) if "prepare" in names[i])
     found: dict[str, list[float]] = defaultdict(list)
     for i in range(first + 1, len(spans) - 1):
@@ -173,6 +178,18 @@ def profile(llm: LLM, batch: int, isl: int) -> None:
     say(f"profile batch={batch} isl={isl}, {steps} decode steps: us a step, kernels a step, median us")
     for name, times in sorted(found.items(), key=lambda row: -sum(row[1]))[:26]:
         print(f"    {sum(times) / steps:10.1f} {len(times) / steps:7.1f} {sorted(times)[len(times) // 2]:8.2f}  {name}")
+
+
+def profile_prefill(llm: LLM, batch: int) -> None:
+    """Where the time of ``batch`` prompts of 2048 tokens goes, and how long the device was idle between its kernels."""
+    spans = recorded(llm, prompts(batch, 2048), 1)
+    found: dict[str, list[float]] = defaultdict(list)
+    idle = sum(max(0.0, spans[i][1] - spans[i - 1][0]) for i in range(1, len(spans)))
+    for i in range(1, len(spans) - 1):
+        found[f"{spans[i][2]} > {spans[i + 1][2][:14]}"].append(spans[i][0] - max(spans[i - 1][0], spans[i][1]))
+    say(f"profile of prefill, batch={batch}: {(spans[-1][0] - spans[0][1]) / 1e3:.2f} ms, idle {idle / 1e3:.2f} ms")
+    for name, times in sorted(found.items(), key=lambda row: -sum(row[1]))[:14]:
+        print(f"    {sum(times) / 1e3:10.2f} ms {len(times):6d}  {name}")
 
 
 def peers(precision: str, folder: Path) -> Iterator[dict[str, float | str]]:
@@ -251,6 +268,8 @@ def run(arguments: argparse.Namespace, work: Path) -> list[BenchCell]:
     if arguments.profile:
         for batch in arguments.profile:
             profile(llm, batch, 128)
+    for batch in arguments.profile_prefill:
+        profile_prefill(llm, batch)
     say("stats", llm.stats())
     llm.close()
     return cells.cells
@@ -270,6 +289,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="*", default=list(DECODE_BATCHES))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--profile", type=int, nargs="*", default=[], metavar="BATCH")
+    parser.add_argument("--profile-prefill", type=int, nargs="*", default=[], metavar="BATCH")
     parser.add_argument("--peer", action="store_true")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
