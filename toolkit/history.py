@@ -6,6 +6,7 @@ and why.
 
 from __future__ import annotations
 
+import getpass
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -18,6 +19,14 @@ from toolkit.store import RunStore
 from toolkit.target import Target
 
 MOVES = ("alias", "rollback")
+
+
+def who_am_i() -> str:
+    """The person that logs and approvals name: the user that this process runs as."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError) as error:
+        raise ReleaseError(f"this process has no user name: {error}", "Set LOGNAME to yours.") from error
 
 
 @dataclass(frozen=True, slots=True)

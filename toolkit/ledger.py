@@ -59,6 +59,11 @@ class Ledger(Database):
             raise UsageError(f"digest prefix {prefix!r} is ambiguous: {names}", "Give more characters.")
         return (found[0]["kind"], Path(found[0]["path"])) if found else None
 
+    def artifacts(self, kind: str, limit: int = 50) -> list[Path]:
+        """Where the newest artifacts of a kind lie."""
+        found = self._db.execute("SELECT path FROM artifacts WHERE kind=? ORDER BY seen DESC LIMIT ?", (kind, limit))
+        return [Path(row["path"]) for row in found.fetchall()]
+
     def children(self, parent: str, kind: str) -> list[Path]:
         """Where the artifacts of a kind lie that were made from ``parent``, the newest first."""
         found = self._db.execute("SELECT path FROM parents JOIN artifacts ON digest=child WHERE parent=? AND kind=? "

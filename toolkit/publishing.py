@@ -5,7 +5,6 @@ A part of the evidence that cannot be found any more is an error: a release with
 
 from __future__ import annotations
 
-import getpass
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -30,14 +29,6 @@ from toolkit.target import Target, open_target
 from toolkit.unpacking import unpack
 
 PARTS = ("engine", "checkpoint")
-
-
-def who_am_i() -> str:
-    """The person that logs and approvals name."""
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError) as error:
-        raise ReleaseError(f"this process has no user name: {error}", "Say who releases: --who NAME.") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,11 +29,14 @@ def main() -> None:
     parser.add_argument("--home", type=Path, required=True)
     parser.add_argument("--port", type=int, default=8501)
     parser.add_argument("--headless", action="store_true")
+    parser.add_argument("--read-only", action="store_true")
     options = parser.parse_args()
     from streamlit.web import cli
 
+    import toolkit.report.charts  # noqa: F401  loaded before the first page asks for it, which then opens at once
+
     sys.argv = ["streamlit", "run", str(FOLDER / "app.py"), *flags(options.port, options.headless),
-                "--", "--home", str(options.home.absolute())]
+                "--", "--home", str(options.home.absolute()), *(["--read-only"] if options.read_only else [])]
     cli.main()
 
 

@@ -1,34 +1,15 @@
-"""The page through AppTest: it draws what the store holds, the URL decides what is shown, empty says what to run."""
+"""The tradeoff page through AppTest: it draws what the store holds, the URL decides, empty says what to run."""
 
 import tomllib
-from pathlib import Path
 
 import pytest
-from streamlit.testing.v1 import AppTest
 
-import ui
 from toolkit.home import Home
 from toolkit.report.style import DARK, LIGHT
 from toolkit.store import RunStore, StoredRow
 from ui.__main__ import flags
 
-APP = Path(ui.__file__).parent / "app.py"
-
-
-@pytest.fixture
-def open_page(monkeypatch):
-    def run(home, **query):
-        monkeypatch.setattr("sys.argv", ["app.py", "--home", str(home.path)])
-        page = AppTest.from_file(str(APP), default_timeout=60)
-        for name, value in query.items():
-            page.query_params[name] = value
-        return page.run()
-    return run
-
-
-def shown_text(page):
-    return " ".join(str(element.value) for kind in (page.markdown, page.caption, page.code, page.title, page.subheader)
-                    for element in kind)
+from .conftest import APP, shown_text
 
 
 def test_a_finished_run_is_shown(open_page, stored_home):
@@ -45,11 +26,44 @@ def test_a_finished_run_is_shown(open_page, stored_home):
     assert "Q4\\_1 g32" in shown_text(page)
 
 
-def test_the_recommendation_is_the_command_lines(open_page, stored_home, report_rows):
+def test_without_constraints_the_recommendation_is_the_command_lines(open_page, stored_home, report_rows):
     from toolkit.report.choice import recommendation
-    from ui.tradeoff import _plain
+    from ui.common import plain
 
-    assert _plain(recommendation(report_rows)) in [element.value for element in open_page(stored_home).markdown]
+    assert plain(recommendation(report_rows)) in [element.value for element in open_page(stored_home).markdown]
+
+
+def test_sliders_lead_to_another_engine_with_its_reason(open_page, stored_home):
+    page = open_page(stored_home)
+    before = page.markdown[0].value
+    assert "int8 has the best TPOT" in before
+    page.select_slider(key="delta").set_value("0.01").run()
+    assert "bf16 has the best TPOT" in page.markdown[0].value
+    page.select_slider(key="tpot").set_value("30").run()
+    assert "No engine meets the constraints" in page.markdown[0].value
+    choice = list(page.dataframe[0].value["choice"])
+    assert "TPOT 42 ms is above 30" in choice[0]
+    assert "the interval of its ΔNLL reaches" in choice[1]
+
+
+def test_accuracy_may_not_be_lost_beyond_the_limit(open_page, stored_home):
+    page = open_page(stored_home, loss="1 points")
+    assert "were not compared with the baseline" in page.markdown[0].value
+    assert "bf16 has the best TPOT" in page.markdown[0].value
+
+
+def test_a_price_gives_cost_as_an_axis(open_page, stored_home):
+    page = open_page(stored_home)
+    assert "Cost" not in page.selectbox(key="cost").options
+    page.number_input(key="price").set_value(2.0).run()
+    page.selectbox(key="cost").set_value("Cost").run()
+    assert not page.exception
+    assert list(page.dataframe[0].value["standing"])[3] == "on the frontier"
+
+
+def test_where_engines_stand_is_said_in_words(open_page, stored_home):
+    standing = list(open_page(stored_home).dataframe[0].value["standing"])
+    assert standing == ["on the frontier"] * 4 + ["tied"]
 
 
 def test_the_url_chooses_run_and_axes(open_page, stored_home, report_rows):
@@ -65,6 +79,22 @@ def test_the_url_chooses_run_and_axes(open_page, stored_home, report_rows):
     assert not page.exception
 
 
+def test_of_many_runs_the_picker_lists_a_page_and_finds_the_rest(open_page, stored_home, report_rows):
+    with RunStore(stored_home.store) as store:
+        for number in range(70):
+            store.begin(f"bulk-{number:012d}", "bulk", {"model": f"Model{number}"})
+            store.finish(f"bulk-{number:012d}", [StoredRow(report_rows[0], None)], stored_home.reports / "x.html")
+    page = open_page(stored_home)
+    assert len(page.selectbox(key="run").options) == 60
+    page.text_input(key="find").set_value("model3").run()
+    kept = "bulk-000000000069"  # what is shown stays until another one is chosen
+    assert set(page.selectbox(key="run").options) == {kept, *(f"bulk-{n:012d}" for n in (3, *range(30, 40)))}
+    old = open_page(stored_home, run="demo-0123456789ab")
+    assert old.selectbox(key="run").value == "demo-0123456789ab", "a link to an old run holds"
+    page.text_input(key="find").set_value("nothing of that name").run()
+    assert "No run matches" in shown_text(page)
+
+
 def test_a_stale_link_falls_back(open_page, stored_home):
     page = open_page(stored_home, run="gone", quality="nothing")
     assert not page.exception
@@ -72,27 +102,18 @@ def test_a_stale_link_falls_back(open_page, stored_home):
 
 
 @pytest.mark.parametrize(("quality", "cost"), [("KL", "TTFT"), ("Same top-1", "Output tokens/s"),
-                                               ("Flips", "Peak memory")])
+                                               ("Flips", "Peak memory"), ("Recovery", "TPOT")])
 def test_other_axes_draw(open_page, stored_home, quality, cost):
     page = open_page(stored_home, quality=quality, cost=cost)
     assert not page.exception
     assert page.selectbox(key="quality").value == quality
 
 
-def test_empty_says_what_to_run(open_page, tmp_path):
-    page = open_page(Home(tmp_path / "nothing"))
+@pytest.mark.parametrize("name", ["tradeoffs", "accuracy", "latency", "engine", "compare"])
+def test_empty_says_what_to_run(open_page, tmp_path, name):
+    page = open_page(Home(tmp_path / "nothing"), name)
     assert not page.exception
     assert "toolkit run examples/demo.yaml" in shown_text(page)
-
-
-def test_a_run_that_goes_on_is_shown(open_page, stored_home):
-    with RunStore(stored_home.store) as store:
-        store.begin("next-000000000000", "next", {})
-        store.job_progress("next-000000000000", "int8: evaluate", 3.0, 10.0)
-    page = open_page(stored_home)
-    assert not page.exception
-    assert any("int8: evaluate".replace(":", "\\:") in str(element.proto) or "int8" in str(element.proto)
-               for element in page.get("progress"))
 
 
 def test_text_from_a_model_or_job_is_shown_as_it_is(open_page, stored_home):

@@ -33,7 +33,8 @@ def register(app: typer.Typer) -> None:
         """
         from evals.policy import load_policy
         from toolkit.errors import UsageError
-        from toolkit.publishing import Wish, publish_anywhere, who_am_i
+        from toolkit.history import who_am_i
+        from toolkit.publishing import Wish, publish_anywhere
         from toolkit.refs import resolve
         from toolkit.store import RunStore
 

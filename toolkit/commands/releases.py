@@ -89,8 +89,7 @@ def _moving(group: typer.Typer) -> None:
                  release: Annotated[str | None, typer.Option(help="Digest or prefix [default: what it named before].",
                                                              show_default=False)] = None) -> None:
         """Move an alias back; the release is checked first, and nothing is deleted."""
-        from toolkit.history import roll_back
-        from toolkit.publishing import who_am_i
+        from toolkit.history import roll_back, who_am_i
         from toolkit.store import RunStore
         from toolkit.target import existing_target
 

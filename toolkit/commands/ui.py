@@ -15,9 +15,13 @@ def register(app: typer.Typer) -> None:
     @verb(app, "ui")
     def ui(session: Session,
            port: Annotated[int, typer.Option(min=1, max=65535, help="Port on 127.0.0.1.")] = 8501,
+           read_only: Annotated[bool, typer.Option("--read-only", help="Show everything, start and release nothing.")
+                                ] = False,
            headless: Annotated[bool, typer.Option("--headless", help="Open no browser window.")] = False) -> None:
         """Open the dashboard on 127.0.0.1."""
         command = [sys.executable, "-m", "ui", "--home", str(session.home.path), "--port", str(port)]
+        if read_only:
+            command.append("--read-only")
         if headless:
             command.append("--headless")
         address = f"http://127.0.0.1:{port}"

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import plotly.graph_objects as go
 
-from evals.report import Row
+from evals.report import Cell, LatencySweep, Row
 from evals.tradeoff import label
 from toolkit.report import words
 from toolkit.report.axes import COST, QUALITY, Axis
@@ -30,13 +30,15 @@ def layout(palette: Palette, height: int) -> dict[str, Any]:
     return {"template": "none", "height": height, "paper_bgcolor": "rgba(0,0,0,0)", "plot_bgcolor": "rgba(0,0,0,0)",
             "font": {"family": FONT, "size": 13, "color": palette.text}, "margin": {"l": 12, "r": 24, "t": 24, "b": 12},
             "xaxis": axis, "yaxis": axis, "showlegend": False, "hovermode": "closest",
+            "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": palette.muted, "activecolor": palette.text},
             "hoverlabel": {"bgcolor": palette.surface, "bordercolor": palette.line,
                            "font": {"family": FONT, "size": 13, "color": palette.text}}}
 
 
 def tradeoff(table: pandas.DataFrame, x: Axis, y: Axis, standings: Mapping[str, Standing], palette: Palette = LIGHT,
-             margin: float | None = None, height: int = 440) -> go.Figure:
-    """Scatter of engines. ``standings`` by engine digest; ``margin``: the policy's bound on ΔNLL, if any.
+             margin: float | None = None, height: int = 440, chosen: str | None = None) -> go.Figure:
+    """Scatter of engines. ``standings`` by engine digest; ``margin``: the policy's bound on ΔNLL, if any; ``chosen``:
+    the recommended engine's digest, which gets a ring. What is clearly dominated is drawn paler.
 
     Each point's customdata is its engine digest: a selection is read by it, never by an index.
     """
@@ -47,8 +49,13 @@ def tradeoff(table: pandas.DataFrame, x: Axis, y: Axis, standings: Mapping[str, 
         line = shown[shown["engine_digest"].isin(best)].sort_values(x.key)
         figure.add_scatter(x=line[x.key] * x.scale, y=line[y.key] * y.scale, mode="lines", hoverinfo="skip",
                            line={"color": palette.muted, "width": 1.5, "dash": "dot"}, name="frontier")
+    places = _label_places(shown, x, y)
+    for _, row in shown[shown["engine_digest"] == chosen].iterrows():
+        figure.add_scatter(x=[row[x.key] * x.scale], y=[row[y.key] * y.scale], mode="markers", hoverinfo="skip",
+                           name="recommended", marker={"symbol": "circle-open", "size": 28, "color": palette.accent,
+                                                       "line": {"width": 2, "color": palette.accent}})
     for position, (_, row) in enumerate(shown.iterrows()):
-        figure.add_trace(_point(row, position, x, y, palette, _label_place(shown, row, x, y),
+        figure.add_trace(_point(row, position, x, y, palette, places[row["engine_digest"]],
                                 standings.get(row["engine_digest"])))
     figure.update_layout(**layout(palette, height))
     if margin is not None and y.key == "delta_nll":
@@ -66,6 +73,7 @@ def _point(row: Any, position: int, x: Axis, y: Axis, palette: Palette, place: s
     verdict = row["verdict"] or "not judged"
     return go.Scatter(
         x=[row[x.key] * x.scale], y=[row[y.key] * y.scale], mode="markers+text", name=row["engine"],
+        opacity=0.5 if standing is not None and standing.state == "dominated" else 1.0,
         text=[f"<b>{row['engine']}</b>"], textposition=place, textfont={"color": color, "size": 13},
         error_x=_bar(row, x, color), error_y=_bar(row, y, color), customdata=[row["engine_digest"]],
         marker={"color": color, "size": 13, "symbol": marker(row["recipe"], row["kv_cache"], position),
@@ -74,16 +82,51 @@ def _point(row: Any, position: int, x: Axis, y: Axis, palette: Palette, place: s
                       f"{_hover(row, x)}{f'<br>{standing.words}' if standing else ''}<extra></extra>")
 
 
-def _label_place(shown: pandas.DataFrame, row: Any, x: Axis, y: Axis) -> str:
-    """Towards the side with room; among close neighbours the lowest is labelled below, the highest above."""
-    span_x = (shown[x.key].max() - shown[x.key].min()) or 1.0
-    span_y = (shown[y.key].max() - shown[y.key].min()) or 1.0
-    right = "left" if row[x.key] > shown[x.key].min() + 0.8 * span_x else "right"
-    near = shown[((shown[x.key] - row[x.key]).abs() < 0.2 * span_x)
-                 & ((shown[y.key] - row[y.key]).abs() < 0.15 * span_y)]
-    if len(near) > 1 and row[y.key] <= near[y.key].min():
-        return f"bottom {right}"
-    return f"{'top' if row[y.key] >= near[y.key].max() else 'middle'} {right}"
+#: Where a label may stand, the best first, as (plotly's word, horizontal and vertical direction).
+_PLACES = (("top right", 1, 1), ("bottom right", 1, -1), ("top left", -1, 1), ("bottom left", -1, -1),
+           ("top center", 0, 1), ("bottom center", 0, -1))
+#: Size of a letter, of a line and of the gap to the point, as shares of the plot's width and height.
+_LETTER, _LINE, _GAP = 0.0125, 0.055, 0.03
+
+
+def _label_places(shown: pandas.DataFrame, x: Axis, y: Axis) -> dict[str, str]:
+    """A place for every label so that none covers another label or a point, where there is one; by engine digest."""
+    left = min(0.0, shown[x.key].min()) if x.lower_is_better else shown[x.key].min()
+    width = (shown[x.key].max() - left) or 1.0
+    height = (shown[y.key].max() - shown[y.key].min()) or 1.0
+    points = {row["engine_digest"]: ((row[x.key] - left) / width, (row[y.key] - shown[y.key].min()) / height)
+              for _, row in shown.iterrows()}
+    taken = [(px - 0.012, px + 0.012, py - 0.02, py + 0.02) for px, py in points.values()]
+    taken += [((row[f"{x.key}_low"] - left) / width, (row[f"{x.key}_high"] - left) / width,
+               points[row["engine_digest"]][1] - 0.01, points[row["engine_digest"]][1] + 0.01)
+              for _, row in shown.iterrows() if f"{x.key}_low" in row and row[f"{x.key}_low"] == row[f"{x.key}_low"]]
+    found = {}
+    for _, row in shown.iterrows():
+        px, py = points[row["engine_digest"]]
+        boxes = [(place, _box(px, py, across, up, len(row["engine"]))) for place, across, up in _PLACES]
+        place, box = min(boxes, key=lambda one: sum(_overlap(one[1], other) for other in taken) + _outside(one[1]))
+        taken.append(box)
+        found[row["engine_digest"]] = place
+    return found
+
+
+def _box(px: float, py: float, across: int, up: int, letters: int) -> tuple[float, float, float, float]:
+    width = letters * _LETTER
+    low = px - width / 2 + across * (width / 2 + 0.008)
+    bottom = py - _LINE / 2 + up * (_LINE / 2 + _GAP)
+    return low, low + width, bottom, bottom + _LINE
+
+
+def _overlap(one: tuple[float, float, float, float], other: tuple[float, float, float, float]) -> float:
+    """Shared area over that of a label of ten letters."""
+    across = min(one[1], other[1]) - max(one[0], other[0])
+    up = min(one[3], other[3]) - max(one[2], other[2])
+    return max(0.0, across) * max(0.0, up) / (10 * _LETTER * _LINE)
+
+
+def _outside(box: tuple[float, float, float, float]) -> float:
+    """How much of a label leaves the plot to the right or left, which cuts it off."""
+    return 3 * (max(0.0, box[1] - 1.085) + max(0.0, -0.02 - box[0]))
 
 
 def _bar(row: Any, axis: Axis, color: str) -> dict[str, Any] | None:
@@ -127,25 +170,54 @@ def agreement(pairs: Sequence[words.Agreement], palette: Palette = LIGHT) -> go.
     return figure
 
 
-def latency(rows: Sequence[Row], key: str, palette: Palette = LIGHT, height: int = 320) -> go.Figure:
-    """``tpot_ms`` or ``out_tok_s`` over batch size, one line per engine and (ISL, OSL); invalid cells are left out."""
+#: What cells can be laid out over, and what tells their lines apart.
+OVER = {"batch_size": "Requests at a time", "isl": "Input tokens", "osl": "Output tokens"}
+
+
+def latency(rows: Sequence[Row], key: str, palette: Palette = LIGHT, height: int = 320, over: str = "batch_size",
+            endpoints: Sequence[LatencySweep] = (), legend: bool = True) -> go.Figure:
+    """A figure of the cells over batch size or length, one line per engine and whatever else differs.
+
+    Bars are the range of the repeats; invalid cells are left out. ``endpoints`` stand beside the engines, open markers.
+    """
     axis = COST[key]
     figure = go.Figure()
     for position, row in enumerate(rows):
-        shapes = sorted({(cell.isl, cell.osl) for cell in row.cells})
-        for isl, osl in shapes:
-            cells = sorted((cell for cell in row.cells if (cell.isl, cell.osl) == (isl, osl) and cell.invalid is None
-                            and getattr(cell, key) is not None), key=lambda cell: cell.batch_size)
-            color = palette.of(row.recipe, position)
-            figure.add_scatter(
-                x=[str(cell.batch_size) for cell in cells], y=[getattr(cell, key) for cell in cells],
-                mode="lines+markers", name=label(row) + (f" · {isl}/{osl}" if len(shapes) > 1 else ""),
-                line={"color": color, "width": 2, "dash": "solid" if row.kv_cache == "bf16" else "dot"},
-                marker={"symbol": marker(row.recipe, row.kv_cache, position), "size": 10, "color": color,
-                        "line": {"width": 2, "color": color}},
-                hovertemplate="batch %{x}: %{y:.1f} " + axis.unit + f"<extra>{label(row)}</extra>")
-    figure.update_layout(**{**layout(palette, height), "showlegend": True}, legend={
+        color = palette.of(row.recipe, position)
+        style = {"line": {"color": color, "width": 2, "dash": "solid" if row.kv_cache == "bf16" else "dot"},
+                 "marker": {"symbol": marker(row.recipe, row.kv_cache, position), "size": 10, "color": color,
+                            "line": {"width": 2, "color": color}}}
+        _lines(figure, row.cells, label(row), key, over, axis, style)
+    for position, sweep in enumerate(endpoints):
+        color = palette.other[position % len(palette.other)]
+        style = {"line": {"color": color, "width": 2, "dash": "dash"},
+                 "marker": {"symbol": "circle-open", "size": 10, "color": color, "line": {"width": 2, "color": color}}}
+        _lines(figure, sweep.cells, sweep.target.name, key, over, axis, style)
+    figure.update_layout(**{**layout(palette, height), "showlegend": legend}, legend={
         "orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "font": {"color": palette.muted}})
-    figure.update_xaxes(title_text="Sequences in the batch", type="category")
-    figure.update_yaxes(title_text=axis.heading, rangemode="tozero")
+    figure.update_xaxes(title_text=OVER[over], type="category", categoryorder="array", categoryarray=_ticks(
+        [cell for row in rows for cell in row.cells] + [cell for sweep in endpoints for cell in sweep.cells], over))
+    figure.update_yaxes(title_text=axis.heading if legend else None, rangemode="tozero")
     return figure
+
+
+def _ticks(cells: Sequence[Cell], over: str) -> list[str]:
+    return [str(value) for value in sorted({getattr(cell, over) for cell in cells})]
+
+
+def _lines(figure: go.Figure, cells: Sequence[Cell], name: str, key: str, over: str, axis: Axis,
+           style: dict[str, Any]) -> None:
+    """One line for each combination of what is not on the x axis."""
+    others = [field for field in OVER if field != over]
+    groups = sorted({tuple(getattr(cell, field) for field in others) for cell in cells})
+    for group in groups:
+        shown = sorted((cell for cell in cells if tuple(getattr(cell, field) for field in others) == group
+                        and cell.invalid is None and getattr(cell, key) is not None),
+                       key=lambda cell: int(getattr(cell, over)))
+        half = [(getattr(cell, f"{key}_spread", None) or 0.0) / 2 for cell in shown]
+        extra = " · " + "/".join(map(str, group)) if len(groups) > 1 else ""
+        figure.add_scatter(
+            x=[str(getattr(cell, over)) for cell in shown], y=[getattr(cell, key) for cell in shown],
+            mode="lines+markers", name=f"{name}{extra}", **style,
+            error_y={"type": "data", "array": half, "thickness": 1, "width": 4} if any(half) else None,
+            hovertemplate="%{x}: %{y:.1f} " + axis.unit + f"<extra>{name}{extra}</extra>")

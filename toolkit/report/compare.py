@@ -73,10 +73,10 @@ def _text(value: Any) -> str:
 def _line(old: Row, new: Row) -> Line:
     before, after = record(old), record(new)
     return Line(label(new), old.engine_digest == new.engine_digest,
-                {axis.key: _change(before, after, axis) for axis in (*QUALITY.values(), *COST.values())})
+                {axis.key: change(before, after, axis) for axis in (*QUALITY.values(), *COST.values())})
 
 
-def _change(before: dict[str, Any], after: dict[str, Any], axis: Axis) -> Change:
+def change(before: dict[str, Any], after: dict[str, Any], axis: Axis) -> Change:
     first, second = before[axis.key], after[axis.key]
     if first is None or second is None:
         return Change(first, second, None)

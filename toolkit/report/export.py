@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
+from html import escape
 from typing import Any
 
 from toolkit.report import html, tables, words
@@ -52,3 +54,25 @@ def render(store: RunStore, run: Run, format: str) -> str:
                                       "engine_delta_nll": pair.engine.model_dump(), "added": pair.added,
                                       "agrees": pair.agrees} for pair in pairs if pair]},
                       ensure_ascii=False, indent=2) + "\n"
+
+
+def lines_as(lines: Sequence[dict[str, Any]], format: str, title: str = "") -> str:
+    """Any table of plain values as csv, md or html; every cell is escaped, and no spreadsheet runs one."""
+    heads = list(dict.fromkeys(name for line in lines for name in line))
+    if format == "csv":
+        import pandas
+
+        table = pandas.DataFrame([{name: tables.defused(line.get(name)) for name in heads} for line in lines],
+                                 columns=heads)
+        return str(table.to_csv(index=False))
+    cells = [["" if line.get(name) is None else str(line[name]) for name in heads] for line in lines]
+    if format == "md":
+        rows = [heads, [":--"] * len(heads), *cells]
+        safe = [[cell if number == 1 else tables.escape_markdown(cell) for cell in row]
+                for number, row in enumerate(rows)]
+        return "\n".join("| " + " | ".join(row) + " |" for row in safe) + "\n"
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in cells)
+    head = "".join(f"<th>{escape(name)}</th>" for name in heads)
+    return (f"<!doctype html>\n<html lang=en><head><meta charset=utf-8><title>{escape(title)}</title>"
+            f"<style>{html.table_css()}</style></head><body><main><h1>{escape(title)}</h1>"
+            f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></main></body></html>\n")

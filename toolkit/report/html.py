@@ -42,16 +42,20 @@ def render(page: Page) -> str:
     from plotly.offline import get_plotlyjs
 
     figures = _figures(page)
-    css = resources.files("toolkit.report").joinpath("report.css").read_text(encoding="utf-8")
     body = "\n".join([_head(page), _tradeoffs(page, figures), _table(page), _verdicts(page), _agreement(page),
                       _latency(figures), _provenance(page), _definitions(page)])
     return (f"<!doctype html>\n<html lang=en><head><meta charset=utf-8><title>{escape(page.title)}</title>\n"
             "<meta name=viewport content='width=device-width, initial-scale=1'>\n"
             "<meta http-equiv=Content-Security-Policy content=\"default-src 'none'; style-src 'unsafe-inline'; "
             "script-src 'unsafe-inline'; img-src data: blob:\">\n"
-            f"<style>{_colors(':root', LIGHT)}\n@media (prefers-color-scheme: dark) {{{_colors(':root', DARK)}}}\n"
-            f"{css}</style></head>\n<body><main>\n{body}\n</main>\n<script>{get_plotlyjs()}</script>\n"
+            f"<style>{table_css()}</style></head>\n<body><main>\n{body}\n</main>\n<script>{get_plotlyjs()}</script>\n"
             f"<script>{_script(figures)}</script></body></html>\n")
+
+
+def table_css() -> str:
+    """The report's style for a document that holds one table."""
+    css = resources.files("toolkit.report").joinpath("report.css").read_text(encoding="utf-8")
+    return f"{_colors(':root', LIGHT)}\n@media (prefers-color-scheme: dark) {{{_colors(':root', DARK)}}}\n{css}"
 
 
 def _colors(selector: str, palette: Palette) -> str:

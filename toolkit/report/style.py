@@ -12,6 +12,10 @@ from dataclasses import dataclass
 FONT = "Inter, 'Source Sans 3', 'Source Sans Pro', system-ui, -apple-system, 'Segoe UI', sans-serif"
 
 
+def _rgb(color: str) -> tuple[int, int, int]:
+    return int(color[1:3], 16), int(color[3:5], 16), int(color[5:7], 16)
+
+
 @dataclass(frozen=True, slots=True)
 class Palette:
     """Colours of one mode. ``series`` by recipe; a recipe that is not named takes ``other`` in order."""
@@ -25,6 +29,11 @@ class Palette:
     series: dict[str, str]
     other: tuple[str, ...]
     verdict: dict[str, str]
+
+    def tint(self, share: float) -> str:
+        """The accent mixed with the background: 1 is the accent itself."""
+        pairs = zip(_rgb(self.accent), _rgb(self.background), strict=True)
+        return "#" + "".join(f"{round(share * over + (1 - share) * under):02x}" for over, under in pairs)
 
     def of(self, recipe: str, position: int = 0) -> str:
         return self.series.get(recipe) or self.other[position % len(self.other)]
@@ -51,3 +60,15 @@ SIGNS = {"PASS": "✓", "FAIL": "✕", "INCONCLUSIVE": "?", "ANOMALOUS": "!", "B
 def marker(recipe: str, kv_cache: str, position: int = 0) -> str:
     shape = MARKERS.get(recipe) or OTHER_MARKERS[position % len(OTHER_MARKERS)]
     return shape if kv_cache == "bf16" else f"{shape}-open"
+
+#: The markers as paths in a box of 16: a legend in HTML draws them like the charts do.
+_PATHS = {"square": "M3 3h10v10H3z", "diamond": "M8 1.5L14.5 8L8 14.5L1.5 8z", "triangle-up": "M8 2L14.5 13.5H1.5z",
+          "circle": "M8 2a6 6 0 1 0 0 12a6 6 0 1 0 0-12z"}
+
+
+def marker_svg(recipe: str, kv_cache: str, color: str) -> str:
+    """A recipe's marker, open for another KV cache, as a drawing of its own (for an image's data address)."""
+    path = _PATHS.get(MARKERS.get(recipe, ""), _PATHS["circle"])
+    fill = color if kv_cache == "bf16" else "none"
+    return (f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 16 16'><path d='{path}' fill='{fill}' "
+            f"stroke='{color}' stroke-width='2'/></svg>")

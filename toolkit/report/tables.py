@@ -107,12 +107,16 @@ def markdown(rows: Sequence[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def defused(value: Any) -> Any:
+    """A cell that no spreadsheet takes for a formula."""
+    return f"'{value}" if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r") else value
+
+
 def csv(rows: Sequence[Row]) -> str:
     """Full-precision figures, one engine a line; a cell that a spreadsheet would run as a formula is defused."""
     table = frame(rows)
     for name in table.columns[[table[name].dtype.kind not in "fiub" for name in table.columns]]:
-        table[name] = [f"'{value}" if isinstance(value, str) and value[:1] in "=+-@\t\r" else value
-                       for value in table[name]]
+        table[name] = [defused(value) for value in table[name]]
     return str(table.to_csv(index=False))
 
 

@@ -61,6 +61,14 @@ def percent_interval(estimate: Estimate | None) -> str:
     return f"{percent(estimate.value)} [{number(100 * estimate.ci_low, 1)}, {number(100 * estimate.ci_high, 1)}]"
 
 
+def points(estimate: Estimate | None) -> str:
+    """A share as percentage points with its interval: ``2.5 [−1.0, 6.0]``."""
+    if estimate is None:
+        return MISSING
+    return (f"{number(100 * estimate.value, 1)} [{number(100 * estimate.ci_low, 1)}, "
+            f"{number(100 * estimate.ci_high, 1)}]")
+
+
 def short(digest: str) -> str:
     return digest[:12]
 

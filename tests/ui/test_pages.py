@@ -1,0 +1,232 @@
+"""Every other page through AppTest, on the tiny real model taken through the whole pipeline."""
+
+import shutil
+
+import pytest
+
+from toolkit import jobs, layers
+from toolkit.home import Home
+from toolkit.jobs import JobTable
+from toolkit.layers import LayerCost, Sensitivity
+from toolkit.release import list_releases, read_audit, release_of_alias
+from toolkit.report.answers import flips, task_lines
+from toolkit.store import RunStore
+from toolkit.target import FolderTarget
+
+from .conftest import shown_text
+
+
+@pytest.fixture
+def own_home(judged_home, tmp_path):
+    """A copy that a test may write to. Artifacts are found by path, so their paths are moved along."""
+    home = Home(tmp_path / "home")
+    shutil.copytree(judged_home.path, home.path)
+    with RunStore(home.store) as store, store._write() as db:
+        for table in ("artifacts", "verdicts"):
+            db.execute(f"UPDATE {table} SET path=replace(path, ?, ?)", (str(judged_home.path), str(home.path)))
+    return home
+
+
+def engine_rows(home):
+    with RunStore(home.store) as store:
+        run = store.find_run()
+        return run, [stored.row for stored in store.rows(run.id)]
+
+
+def test_accuracy_opens_a_flip_in_words(open_page, judged_home):
+    from toolkit import evidence
+
+    run, rows = engine_rows(judged_home)
+    page = open_page(judged_home, "accuracy", engine="int8 kv=fp8")
+    assert not page.exception
+    with RunStore(judged_home.store) as store:
+        report = evidence.report_of(store, rows[2], run)
+        baseline = evidence.baseline_of(store, report)
+    found = flips(report, baseline, evidence.questions(judged_home, report.data_digest))
+    labels = [expander.label for expander in page.expander]
+    assert sum("wrong" in label and "right" in label for label in labels) == len(found)
+    [line] = task_lines(report, baseline)
+    assert page.dataframe[0].value["right to wrong"][0] == line.to_wrong
+    assert page.dataframe[0].value["questions"][0] == 6
+    table = next(frame.value for frame in page.dataframe if "document" in frame.value)
+    assert len(table) == 22
+    assert table["ΔNLL, nats/token"].is_monotonic_decreasing
+
+
+def test_accuracy_without_the_answers_says_what_to_run(open_page, stored_home):
+    page = open_page(stored_home, "accuracy")
+    assert not page.exception
+    assert "The answers are not in this home" in shown_text(page)
+
+
+def test_latency_serves_within_objectives(open_page, judged_home):
+    page = open_page(judged_home, "latency")
+    assert not page.exception
+    assert "Set a limit" in shown_text(page)
+    slider = page.select_slider(key="slo_tpot")
+    slider.set_value(slider.options[-2].split()[0]).run()
+    assert not page.exception
+    goodput = page.dataframe[0].value
+    assert set(goodput["engine"]) == {"bf16", "fp8", "int8 kv=fp8"}
+    rate = goodput["requests/s within"]
+    assert all(float(value.replace(",", "")) > 0 for value in rate if value != "–")
+
+
+def test_the_engine_is_taken_apart(open_page, judged_home):
+    page = open_page(judged_home, "engine", engine="fp8")
+    assert not page.exception
+    program = page.dataframe[0].value
+    assert "linear q_proj, linear k_proj, linear v_proj" in list(program["before fusion"])
+    assert "not exact" not in shown_text(page)
+    chain = next(frame.value for frame in page.dataframe if "step" in frame.value)
+    assert list(chain["step"]) == ["model", "calibration data", "recipe", "checkpoint", "engine", "eval report",
+                                   "latency sweep", "verdict"]
+    assert set(chain["here"]) == {"✓"}
+
+
+def test_an_engine_that_is_gone_says_so(open_page, stored_home):
+    page = open_page(stored_home, "engine")
+    assert not page.exception
+    assert "not in this home any more" in shown_text(page)
+
+
+def test_two_runs_are_compared_and_what_differs_is_marked(open_page, stored_home, report_rows):
+    from toolkit.store import StoredRow
+
+    with RunStore(stored_home.store) as store:
+        slower = [row.model_copy(update={"tpot_ms": row.tpot_ms * 3, "cells": []}) for row in report_rows]
+        store.begin("later-000000000000", "later", store.find_run().facts | {"seed": 7})
+        store.finish("later-000000000000", [StoredRow(row, None) for row in slower], stored_home.reports / "x.html")
+    page = open_page(stored_home, "compare", runs=["demo-0123456789ab", "later-000000000000"])
+    assert not page.exception
+    facts = page.dataframe[0].value
+    assert list(facts["fact"]) == ["seed"]
+    page.toggle(key="differs").set_value(True).run()
+    figures = page.dataframe[1].value
+    assert set(figures["figure"]) == {"TPOT, ms"}
+    assert all(cell.startswith("▲ ") for cell in figures["later-000000000000"])
+
+
+def test_runs_of_other_data_are_not_compared(open_page, stored_home, report_rows):
+    from toolkit.store import StoredRow
+
+    with RunStore(stored_home.store) as store:
+        store.begin("other-000000000000", "other", store.find_run().facts | {"evaluation_digest": "f" * 64})
+        store.finish("other-000000000000", [StoredRow(report_rows[0], None)], stored_home.reports / "x.html")
+    page = open_page(stored_home, "compare", runs=["demo-0123456789ab", "other-000000000000"])
+    assert "judged on different data" in shown_text(page)
+
+
+def sensitivity(home):
+    costs = [LayerCost(layer=layer, format=name, loss=0.001 * (layer + 1) * size, sqnr_db=30 - layer, amax=4.0,
+                       parameters=1000) for layer in range(4) for name, size in (("fp8", 1), ("int4_awq", 5))]
+    (home.path / layers.FOLDER).mkdir(parents=True)
+    (home.path / layers.FOLDER / "tiny.json").write_text(Sensitivity(
+        model="tiny", model_digest="d" * 64, created="2026-11-29T20:00:00+00:00", costs=costs).model_dump_json())
+
+
+def test_a_layer_is_raised_and_the_recipe_follows(open_page, tmp_path):
+    from calib.recipe import load_recipe
+
+    home = Home(tmp_path / "home")
+    sensitivity(home)
+    page = open_page(home, "layers", format="int4_awq")
+    assert not page.exception
+    assert page.metric[0].value == "+0.0500"
+    page.multiselect(key="kept").set_value([3]).run()
+    assert page.metric[0].value == "+0.0300"
+    assert page.metric[1].value == "3.59 kB"
+    recipe = tmp_path / "int4_awq-keep-3.yaml"
+    recipe.write_text(page.code[0].value)
+    assert load_recipe(recipe).keep == ("model.layers.3.*",)
+    assert page.code[1].value == "toolkit quantize tiny --recipe int4_awq-keep-3.yaml --out int4_awq-keep-3"
+
+
+def test_layers_without_a_measurement_or_with_a_broken_one(open_page, tmp_path):
+    home = Home(tmp_path / "home")
+    assert "No layer has been measured yet" in shown_text(open_page(home, "layers"))
+    (home.path / layers.FOLDER).mkdir(parents=True)
+    (home.path / layers.FOLDER / "bad.json").write_text('{"model": 1}')
+    page = open_page(home, "layers")
+    assert not page.exception
+    assert "bad.json is no sensitivity file" in shown_text(page).replace("\\", "")
+
+
+def test_a_job_is_started_from_a_form_and_listed(open_page, tmp_path):
+    home = Home(tmp_path / "home")
+    page = open_page(home, "jobs")
+    assert not page.exception
+    page.text_input(key="job-file").set_value(str(tmp_path / "nothing.yaml"))
+    page.button[0].click().run()
+    assert "was started" in shown_text(page)
+    with JobTable(home.store) as table:
+        [work] = table.list()
+    assert (work.verb, work.arguments) == ("run", [str(tmp_path / "nothing.yaml")])
+    for _ in range(300):
+        with JobTable(home.store) as table:
+            work = table.find(work.id)
+        if work.over:
+            break
+        __import__("time").sleep(0.1)
+    assert (work.state, work.exit_code) == ("failed", 2)
+    again = open_page(home, "jobs")
+    assert list(again.dataframe[0].value["state"]) == ["✕ failed"]
+    assert not jobs.log_of(home, work.id).read_text()
+
+
+def test_a_job_that_goes_on_is_shown_with_its_eta(open_page, tmp_path):
+    home = Home(tmp_path / "home")
+    with JobTable(home.store) as table:
+        job = table.add("sweep", ["int8"], own=False)
+        table.adopt(job, "running")
+        from calib.progress import Progress
+
+        table.progress(job, Progress("measure", 2, 8, "cell"))
+        with table._write() as db:
+            db.execute("UPDATE work SET stage_began='2026-01-01T00:00:00+00:00', updated='2026-01-01T00:00:20+00:00'")
+    page = open_page(home, "jobs")
+    assert not page.exception
+    assert any("measure · 25 % · about 1 min 00 s left" in str(element.proto) for element in page.get("progress"))
+    assert any(button.label == "Cancel" for button in page.button)
+
+
+def test_read_only_offers_nothing_that_changes(open_page, own_home):
+    for name in ("jobs", "releases", "compare"):
+        page = open_page(own_home, name, read_only=True)
+        assert not page.exception
+        assert "read-only" in shown_text(page)
+        assert not [button.label for button in page.button if button.label not in ("Verify every byte",)]
+
+
+def test_approve_publish_and_roll_back(open_page, own_home):
+    target = FolderTarget(own_home.path / "releases")
+    page = open_page(own_home, "releases")
+    assert not page.exception
+    assert "Nothing has been released here yet" in shown_text(page)
+    names = page.selectbox(key="release-engine").options
+    assert len(names) == 2
+    for number, name in enumerate(names):
+        page.selectbox(key="release-engine").set_value(name).run()
+        page.text_input(key="reason").set_value(f"reason {number}")
+        next(button for button in page.button if button.label == "Approve and publish").click().run()
+        assert not page.exception
+        assert "names it now" in shown_text(page)
+    first, second = sorted(list_releases(target), key=lambda release: release.record.approval.reason)
+    assert release_of_alias(target, "production").digest == second.digest
+
+    page = open_page(own_home, "releases")
+    page.text_input(key="rollback-reason").set_value("p99 doubled")
+    next(button for button in page.button if button.label == "Roll back").click().run()
+    assert not page.exception
+    assert release_of_alias(target, "production").digest == first.digest
+    last = read_audit(target)[-1]
+    assert (last.action, last.detail["reason"]) == ("rollback", "p99 doubled")
+    next(button for button in page.button if button.label == "Verify every byte").click().run()
+    assert "all as released" in shown_text(page)
+
+
+def test_without_a_reason_nothing_is_released(open_page, own_home):
+    page = open_page(own_home, "releases")
+    next(button for button in page.button if button.label == "Approve and publish").click().run()
+    assert "needs a name and a reason" in shown_text(page)
+    assert not (own_home.path / "releases").exists()

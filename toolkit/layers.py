@@ -1,0 +1,147 @@
+"""What each layer costs in each format, and what changes when some layers are left in 16 bits.
+
+A sensitivity file is one JSON document: for every decoder layer and format what quantizing *only that layer* does, read
+here into ``Sensitivity``. From it a choice of layers gives a predicted loss (losses of single layers added up: they are
+small and nearly independent, which a measurement of the whole must confirm), a predicted size, and the exact recipe.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+from pydantic import Field, ValidationError
+
+from calib.scheme import Frozen
+from toolkit.home import Home
+
+FOLDER = "sensitivity"
+_BITS = {"bf16": 16.0, "fp8": 8.0, "int8": 8.0, "int4_awq": 4.25}
+
+
+class LayerCost(Frozen):
+    """One layer in one format. ``loss``: nats per token of the whole model with only this layer quantized; ``sqnr_db``:
+    of the layer's output; ``amax``: largest activation that it saw; ``parameters``: of its linears."""
+
+    layer: int = Field(ge=0)
+    format: str
+    loss: float | None = None
+    sqnr_db: float | None = None
+    amax: float | None = None
+    parameters: int = Field(ge=1)
+
+
+class Sensitivity(Frozen):
+    """The costs of one model. ``model_digest`` ties it to runs on the same model."""
+
+    model: str
+    model_digest: str
+    created: str
+    costs: list[LayerCost] = Field(min_length=1)
+
+    @property
+    def layers(self) -> list[int]:
+        return sorted({cost.layer for cost in self.costs})
+
+    @property
+    def formats(self) -> list[str]:
+        return sorted({cost.format for cost in self.costs})
+
+    def cost(self, layer: int, format: str) -> LayerCost | None:
+        return next((cost for cost in self.costs if (cost.layer, cost.format) == (layer, format)), None)
+
+
+#: What can be drawn: title, unit.
+MEASURES = {"loss": ("Loss, nats/token", "nats/token"), "sqnr_db": ("SQNR, dB", "dB"), "amax": ("amax", "")}
+
+
+def sensitivities(home: Home) -> tuple[list[Sensitivity], list[str]]:
+    """(all that are in home, the newest first; what is wrong with the files that could not be read)."""
+    found, faults = [], []
+    for path in sorted((home.path / FOLDER).glob("*.json")):
+        try:
+            found.append(Sensitivity.model_validate(json.loads(path.read_text(encoding="utf-8"))))
+        except (OSError, ValueError, ValidationError) as error:
+            faults.append(f"{path.name} is no sensitivity file: {_first(error)}")
+    return sorted(found, key=lambda one: one.created, reverse=True), faults
+
+
+def _first(error: Exception) -> str:
+    if isinstance(error, ValidationError):
+        first = error.errors()[0]
+        return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+    return " ".join(str(error).split())[:120]
+
+
+@dataclass(frozen=True, slots=True)
+class Prediction:
+    """With some layers in 16 bits: loss, bytes of the layers' linears, and the same with every layer quantized."""
+
+    loss: float | None
+    loss_all: float | None
+    size: int
+    size_all: int
+
+    @property
+    def share_kept(self) -> float:
+        """Extra bytes over those of quantizing everything."""
+        return self.size / self.size_all - 1
+
+
+def predict(sensitivity: Sensitivity, format: str, kept: Sequence[int]) -> Prediction:
+    """``kept``: layers that stay in 16 bits."""
+    costs = [cost for layer in sensitivity.layers if (cost := sensitivity.cost(layer, format)) is not None]
+    losses = [cost.loss for cost in costs]
+    left = [cost.loss for cost in costs if cost.layer not in kept]
+    bits = _BITS.get(format, 16.0)
+    sizes = [cost.parameters * (16.0 if cost.layer in kept else bits) / 8 for cost in costs]
+    return Prediction(_total(left), _total(losses), int(sum(sizes)), int(sum(cost.parameters * bits / 8
+                                                                            for cost in costs)))
+
+
+def _total(losses: Sequence[float | None]) -> float | None:
+    known = [loss for loss in losses if loss is not None]
+    return sum(known) if len(known) == len(losses) else None
+
+
+def predicted_tpot(prediction: Prediction, sensitivity: Sensitivity, quantized_ms: float, bf16_ms: float) -> float:
+    """Between the two measured engines, by the bytes that a token reads."""
+    full = sum(cost.parameters for cost in {cost.layer: cost for cost in sensitivity.costs}.values()) * 2
+    if full == prediction.size_all:
+        return quantized_ms
+    share = (prediction.size - prediction.size_all) / (full - prediction.size_all)
+    return quantized_ms + share * (bf16_ms - quantized_ms)
+
+
+def advice(sensitivity: Sensitivity, format: str, count: int) -> list[int]:
+    """The ``count`` layers whose loss is largest: the ones worth raising first."""
+    costs = [cost for cost in sensitivity.costs if cost.format == format and cost.loss is not None]
+    return sorted(cost.layer for cost in sorted(costs, key=lambda cost: -(cost.loss or 0.0))[:count])
+
+
+def recipe_text(format: str, kept: Sequence[int]) -> str:
+    """A recipe that extends the format's own and leaves those layers in 16 bits."""
+    content: dict[str, Any] = {"extends": format, "name": recipe_name(format, kept),
+                               "summary": f"{format} with {len(kept)} layers left in 16 bits, chosen by sensitivity"}
+    if kept:
+        content["keep"] = [f"model.layers.{layer}.*" for layer in sorted(kept)]
+    return str(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
+
+
+def recipe_name(format: str, kept: Sequence[int]) -> str:
+    return f"{format}-keep-{'-'.join(map(str, sorted(kept)))}"[:60] if kept else f"{format}-all"
+
+
+def matrix(sensitivity: Sensitivity, measure: str) -> list[list[float | None]]:
+    """[layer][format] of a measure."""
+    return [[getattr(cost, measure) if (cost := sensitivity.cost(layer, format)) else None
+             for format in sensitivity.formats] for layer in sensitivity.layers]
+
+
+def lines(sensitivity: Sensitivity) -> list[Mapping[str, Any]]:
+    return [cost.model_dump() for cost in sensitivity.costs]
+
+
