@@ -1,4 +1,4 @@
-"""Multiple-choice accuracy through lm-eval, offline. The one file that imports lm_eval.
+"""Accuracy: multiple choice through lm-eval, offline, and exact match. The one file that imports lm_eval.
 
 **What is asked.** ``Question: <question>\\nAnswer:`` is followed by each choice in turn, `` <choice>``; the choice to
 which the model gives the highest log-probability is its answer. Long choices would lose by their length alone, so tasks
@@ -10,8 +10,8 @@ Lines, and ``HarnessModel``, which turns (context, continuation) into token ids 
 called and not ``simple_evaluate`` around it, which spends 2.5 s a call on `pip list`. Its request cache is not used: it
 is a pickle, and not keyed by model. Answers go to our journal, keyed by everything that matters.
 
-**Token boundary.** A continuation's tokens are those of the whole text that differ from the context's own tokens:
-context and continuation are encoded together, under the one BOS rule of ``calib.text``, as the model would see them.
+Tasks that others wrote (``run_tasks``) come from a folder of lm-eval YAML files, or by the name of one of its own,
+which then may fetch data. A file that holds Python (``!function``) is refused unless it is allowed by name.
 """
 
 from __future__ import annotations
@@ -35,14 +35,20 @@ from lm_eval.api.model import LM
 from lm_eval.tasks import TaskManager
 
 from calib.artifact import canonical_json, sha256_hex
+from calib.errors import UnknownNameError
 from calib.progress import Progress, Report, silent
 from calib.text import Tokenizer
-from evals.data import EvalData, Question, sample
+from engines.request import SamplingParams
+from evals.asking import by_context, chunks, prompt_hash, split_tokens, summed
+from evals.data import EvalData
 from evals.errors import EvalError
+from evals.exact import answer_exactly
+from evals.items import Asked, Exact, Question
 from evals.journal import Journal
 from evals.report import Accuracy, Item
+from evals.sampling import sample
 from evals.statistics import wilson
-from evals.target import Scorer, checked_scores
+from evals.target import Generator, Scorer, checked_choices
 
 PROMPT = "Question: {{question}}\nAnswer:"
 DELIMITER = " "
@@ -50,30 +56,6 @@ DELIMITER = " "
 #: What must be equal before two sets of answers may be compared.
 HARNESS = {"lm_eval": version("lm_eval"), "prompt": PROMPT, "delimiter": DELIMITER,
            "decided_by": "acc_norm; acc where all questions share one set of choices"}
-
-
-def split_tokens(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[list[int], int]:
-    """(token ids of the whole, index of the first continuation token).
-
-    At least one token stands before the continuation; EvalError when there is none (an empty context and no BOS).
-    """
-    whole = tokenizer.encode(context + continuation)
-    alone = tokenizer.encode(context)
-    shared = 0
-    for a, b in zip(whole, alone, strict=False):
-        if a != b:
-            break
-        shared += 1
-    shared = min(shared, len(whole) - 1)
-    if shared < 1:
-        raise EvalError(f"the continuation {continuation!r} has no token before it",
-                        "A first token has no probability; give the question some text.")
-    return whole, shared
-
-
-def prompt_hash(prompts: Sequence[Sequence[int]]) -> str:
-    """One hash over the token ids of a question's prompts, choice by choice."""
-    return sha256_hex(canonical_json([list(prompt) for prompt in prompts]))
 
 
 class HarnessModel(LM):
@@ -94,27 +76,48 @@ class HarnessModel(LM):
         split = [split_tokens(self._tokenizer, *request.args) for request in requests]
         keys = [sha256_hex(canonical_json([ids, start])) for ids, start in split]
         todo = {key: one for key, one in zip(keys, split, strict=True) if key not in self._journal.done}
-        waiting = list(todo.items())
-        for begin in range(0, len(waiting), self._batch):
-            self._report(Progress("accuracy", len(keys) - len(waiting) + begin, len(keys), "choice"))
-            chunk = waiting[begin:begin + self._batch]
-            scores = checked_scores(self._scorer, [ids for _, (ids, _) in chunk])
-            self._journal.add({key: _summed(score.logprobs[start - 1:], score.greedy[start - 1:])
-                               for (key, (_, start)), score in zip(chunk, scores, strict=True)})
+        waiting, done = by_context(todo), len(keys) - len(todo)
+        for chunk in chunks(waiting, self._batch):
+            self._report(Progress("accuracy", done, len(keys), "choice"))
+            scores = checked_choices(self._scorer, [(context, [ids for _, ids in each]) for context, each in chunk])
+            self._journal.add({key: summed(score) for (_, each), own in zip(chunk, scores, strict=True)
+                               for (key, _), score in zip(each, own, strict=True)})
+            done += sum(len(each) for _, each in chunk)
         self._report(Progress("accuracy", len(keys), len(keys), "choice"))
         return [_answer(self._journal.done[key]) for key in keys]
 
     def loglikelihood_rolling(self, requests: list[Instance]) -> list[float]:
         raise EvalError("this task asks for rolling perplexity through lm-eval",
-                        "Texts are scored by evals.fidelity, with intervals clustered by document.")
+                        "Give its texts with --kind text: they are scored with intervals clustered by document.")
 
     def generate_until(self, requests: list[Instance]) -> list[str]:
-        raise EvalError("this task asks for generated text", "Only multiple-choice tasks are judged here.")
+        """Greedy continuations, cut before the first of ``until``; finished ones are journalled too."""
+        if not isinstance(self._scorer, Generator):
+            raise EvalError(f"this task asks for generated text, and {type(self._scorer).__name__} only scores",
+                            "Judge an engine, or choose tasks of multiple choice.")
+        with contextlib.redirect_stdout(self._streams[0]), contextlib.redirect_stderr(self._streams[1]):
+            asked = [(self._tokenizer.encode(context), generation_params(options)) for context, options in
+                     (request.args for request in requests)]
+            keys = [sha256_hex(canonical_json([ids, params.model_dump(mode="json")])) for ids, params in asked]
+            waiting = [i for i, key in enumerate(keys) if key not in self._journal.done]
+            for begin in range(0, len(waiting), self._batch):
+                self._report(Progress("accuracy", len(keys) - len(waiting) + begin, len(keys), "answer"))
+                chunk = waiting[begin:begin + self._batch]
+                outputs = self._scorer.generate([asked[i][0] for i in chunk], [asked[i][1] for i in chunk])
+                self._journal.add({keys[i]: output.outputs[0].text
+                                   for i, output in zip(chunk, outputs, strict=True)})
+            self._report(Progress("accuracy", len(keys), len(keys), "answer"))
+        return [self._journal.done[key] for key in keys]
 
 
-def _summed(logprobs: np.ndarray, greedy: np.ndarray) -> dict[str, Any]:
-    total = float(logprobs.sum(dtype=np.float64))
-    return {"logprob": total if np.isfinite(total) else None, "greedy": bool(greedy.all())}
+def generation_params(options: Mapping[str, Any]) -> SamplingParams:
+    """lm-eval's generation arguments as ours. EvalError for sampling: an answer that changes by chance is no answer."""
+    if options.get("do_sample") and options.get("temperature", 0.0):
+        raise EvalError(f"this task samples its answers (temperature {options['temperature']})",
+                        "Set do_sample: false in its generation_kwargs.")
+    until = options.get("until") or []
+    stop = [until] if isinstance(until, str) else list(until)
+    return SamplingParams(max_tokens=int(options.get("max_gen_toks", 256)), stop=tuple(word for word in stop if word))
 
 
 def _answer(entry: Mapping[str, Any]) -> tuple[float, bool]:
@@ -122,9 +125,9 @@ def _answer(entry: Mapping[str, Any]) -> tuple[float, bool]:
     return (-np.inf if entry["logprob"] is None else entry["logprob"]), entry["greedy"]
 
 
-def choose_questions(data: EvalData, tasks: Sequence[str], limit: int | None, seed: int) -> list[Question]:
+def choose_questions(data: EvalData, tasks: Sequence[str], limit: int | None, seed: int) -> list[Asked]:
     """Seeded random questions, ``limit`` of each task (all of a task that has fewer)."""
-    chosen: list[Question] = []
+    chosen: list[Asked] = []
     for task in tasks:
         questions = data.task(task)
         chosen += sample(questions, None if limit is None else min(limit, len(questions)), seed)
@@ -132,22 +135,36 @@ def choose_questions(data: EvalData, tasks: Sequence[str], limit: int | None, se
 
 
 def answer(target: Scorer, tokenizer: Tokenizer, data: EvalData, tasks: Sequence[str], *, limit: int | None = None,
-           seed: int = 0, scratch: Path, key: str, batch: int = 64, report: Report = silent) -> list[Item]:
+           seed: int = 0, scratch: Path, key: str, batch: int = 64, exact_tokens: int = 64, report: Report = silent
+           ) -> list[Item]:
     """Answer seeded random questions of ``tasks`` and return one Item a question, in ``choose_questions``' order.
+
+    Exact-match tasks need a target that generates; at most ``exact_tokens`` tokens are read of each answer.
 
     ``scratch`` takes the task files, the data cache and the journal; ``key`` names the target and its numerics, so that
     a journal of another target is never continued. EvalError when lm-eval's view of a question is not ours.
     """
     questions = choose_questions(data, tasks, limit, seed)
-    decided_by = {task: _decided_by(data.task(task)) for task in tasks}
-    place = scratch / "lm_eval"
-    _write_tasks(place, questions)
     key = sha256_hex(canonical_json({"target": key, "harness": HARNESS, "tokenizer": tokenizer.digest}))
     with Journal(scratch / "answers.jsonl", key) as journal:
         model = HarnessModel(target, tokenizer, journal, batch, report)
-        with _quiet():
-            manager = TaskManager(include_path=str(place), include_defaults=False)
-            results = run_harness(lm=model, task_dict=manager.load(list(tasks)), bootstrap_iters=0, log_samples=True)
+        chosen = [question for question in questions if isinstance(question, Question)]
+        items = _multiple_choice(model, tokenizer, data, chosen, scratch / "lm_eval") if chosen else []
+        if exact := [question for question in questions if isinstance(question, Exact)]:
+            items += answer_exactly(target, tokenizer, exact, tokens=exact_tokens, key=key, journal=journal,
+                                    batch=batch, report=report)
+    place = {(item.task, item.id): item for item in items}
+    return [place[question.task, question.id] for question in questions]
+
+
+def _multiple_choice(model: HarnessModel, tokenizer: Tokenizer, data: EvalData, questions: Sequence[Question],
+                     place: Path) -> list[Item]:
+    tasks = list(dict.fromkeys(question.task for question in questions))
+    decided_by = {task: _decided_by(data.task(task)) for task in tasks}
+    _write_tasks(place, questions)
+    with _quiet():
+        manager = TaskManager(include_path=str(place), include_defaults=False)
+        results = run_harness(lm=model, task_dict=manager.load(tasks), bootstrap_iters=0, log_samples=True)
     if results is None:
         raise EvalError("lm-eval returned no results", "It runs in one process only; do not start it under torchrun.")
     logged = {(task, row["doc"]["id"]): row for task in tasks for row in results["samples"][task]}
@@ -155,8 +172,9 @@ def answer(target: Scorer, tokenizer: Tokenizer, data: EvalData, tasks: Sequence
             for question in questions]
 
 
-def _decided_by(questions: Sequence[Question]) -> str:
-    return "acc" if len({frozenset(question.choices) for question in questions}) == 1 else "acc_norm"
+def _decided_by(questions: Sequence[Asked]) -> str:
+    choices = {frozenset(question.choices) for question in questions if isinstance(question, Question)}
+    return "acc" if len(choices) == 1 else "acc_norm"
 
 
 def _write_tasks(place: Path, questions: Sequence[Question]) -> None:
@@ -221,3 +239,40 @@ def pooled_accuracy(items: Sequence[Item]) -> Accuracy | None:
     right, n = sum(item.correct for item in items), len(items)
     low, high = wilson(right, n)
     return Accuracy(value=right / n, ci_low=low, ci_high=high, n=n, tasks=sorted({item.task for item in items}))
+
+
+def run_tasks(target: Scorer, tokenizer: Tokenizer, names: Sequence[str], *, include: Path | None, limit: int | None,
+              seed: int, scratch: Path, key: str, batch: int = 64, allow_code: bool = False, report: Report = silent
+              ) -> dict[str, list[dict[str, Any]]]:
+    """Run tasks of somebody else's YAML files below ``include`` (None: lm-eval's own) and give their sample rows.
+
+    Seeded random documents, ``limit`` of each task. EvalError for a task that is not there, or one that holds Python
+    while ``allow_code`` is not set.
+    """
+    if include is not None and not allow_code:
+        _refuse_code(include)
+    key = sha256_hex(canonical_json({"target": key, "harness": HARNESS["lm_eval"], "tokenizer": tokenizer.digest}))
+    with Journal(scratch / "answers.jsonl", key) as journal:
+        model = HarnessModel(target, tokenizer, journal, batch, report)
+        with _quiet():
+            manager = TaskManager(include_path=str(include) if include else None, include_defaults=include is None)
+            if unknown := [name for name in names if name not in manager.all_tasks]:
+                raise UnknownNameError("lm-eval task", unknown[0], manager.all_tasks)
+            loaded = manager.load(list(names))
+            chosen = {name: _drawn(len(task.eval_docs), limit, seed) for name, task in loaded["tasks"].items()}
+            results = run_harness(lm=model, task_dict=loaded, bootstrap_iters=0, log_samples=True, samples=chosen)
+    if results is None:
+        raise EvalError("lm-eval returned no results", "It runs in one process only; do not start it under torchrun.")
+    return results["samples"]
+
+
+def _refuse_code(include: Path) -> None:
+    for path in sorted(include.rglob("*.yaml")):
+        if "!function" in path.read_text(encoding="utf-8"):
+            raise EvalError(f"{path} runs Python of its own (!function)", "Read it, then allow it with --allow-code.")
+
+
+def _drawn(count: int, limit: int | None, seed: int) -> list[int]:
+    """Indices of seeded random documents, nested in ``limit``."""
+    order = sorted(range(count), key=lambda i: hashlib.sha256(f"{seed}\0{i}".encode()).digest())
+    return sorted(order if limit is None else order[:limit])

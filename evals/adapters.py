@@ -1,9 +1,4 @@
-"""Scorers that are not engines: a torch module, and answers that travel as files.
-
-``ModuleScorer`` judges a Hugging Face module as it lies in memory: the fake-quantized model right after calibration (so
-that an engine's own loss can be told from the quantization's), or the unquantized model as a baseline.
-
-Requests as files let a machine without lm-eval (or without a network) do the scoring::
+"""Answers that travel as files: a machine without lm-eval (or without a network) does the scoring::
 
     record    every score the evaluation will ask for goes into requests.jsonl     (RequestRecorder)
     answer    any Scorer answers them, resumable, into responses.jsonl             (answer_requests)
@@ -21,77 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from calib.artifact import canonical_json, sha256_hex, write_atomic
 from calib.progress import Progress, Report, silent
-from calib.text import Tokenizer, check_vocabulary
 from engines.request import PromptScore
 from evals.errors import EvalError
 from evals.journal import Journal
 from evals.target import Scorer, checked_scores
-
-
-class ModuleScorer:
-    """Scores with ``model(input_ids=[b, s], attention_mask=[b, s], use_cache=False).logits`` [b, s, vocab].
-
-    Prompts are sorted by length and padded on the right within batches of at most ``max_tokens`` tokens; causal
-    attention means that padding behind a token cannot reach it. Log-softmax is taken in float32.
-    """
-
-    def __init__(self, model: torch.nn.Module, tokenizer: Tokenizer, *, max_tokens: int = 1024) -> None:
-        """``tokenizer`` is only checked: CalibError when it cannot belong to this model."""
-        embedding: torch.nn.Module = model.get_input_embeddings()  # type: ignore[operator]
-        check_vocabulary(tokenizer, next(embedding.parameters()).shape[0])
-        self._model, self._max_tokens = model, max_tokens
-
-    @torch.inference_mode()
-    def loglikelihood(self, prompts: Sequence[Sequence[int]], *, top_k: int = 0,
-                      at_ids: Sequence[np.ndarray] | None = None) -> list[PromptScore]:
-        if short := [prompt for prompt in prompts if len(prompt) < 2]:
-            raise EvalError(f"a prompt of {len(short[0])} tokens has nothing to predict", "Give at least two tokens.")
-        device = next(self._model.parameters()).device
-        training, results = self._model.training, {}
-        self._model.eval()
-        try:
-            for batch in self._batches(prompts):
-                width = max(len(prompts[i]) for i in batch)
-                ids = torch.zeros(len(batch), width, dtype=torch.long)
-                mask = torch.zeros(len(batch), width, dtype=torch.long)
-                for row, i in enumerate(batch):
-                    ids[row, :len(prompts[i])] = torch.tensor(prompts[i], dtype=torch.long)
-                    mask[row, :len(prompts[i])] = 1
-                logits = self._model(input_ids=ids.to(device), attention_mask=mask.to(device), use_cache=False).logits
-                for row, i in enumerate(batch):
-                    results[i] = score_of(logits[row, :len(prompts[i]) - 1], prompts[i], top_k,
-                                          None if at_ids is None else at_ids[i])
-        finally:
-            self._model.train(training)
-        return [results[i] for i in range(len(prompts))]
-
-    def _batches(self, prompts: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-        batch: list[int] = []
-        for i in sorted(range(len(prompts)), key=lambda i: len(prompts[i])):
-            if batch and len(prompts[i]) * (len(batch) + 1) > self._max_tokens:
-                yield batch
-                batch = []
-            batch.append(i)
-        if batch:
-            yield batch
-
-
-def score_of(logits: torch.Tensor, prompt: Sequence[int], top_k: int, at_ids: np.ndarray | None) -> PromptScore:
-    """The PromptScore of logits [n-1, vocab] that predict ``prompt[1:]``."""
-    logprobs = torch.log_softmax(logits.float(), dim=-1).cpu()
-    targets = torch.tensor(prompt[1:], dtype=torch.long)
-    top = torch.topk(logprobs, top_k, dim=-1) if top_k else None
-    at = None if at_ids is None else logprobs.gather(1, torch.from_numpy(np.asarray(at_ids, dtype=np.int64)))
-    return PromptScore(
-        logprobs=logprobs.gather(1, targets[:, None])[:, 0].numpy(),
-        greedy=(logprobs.argmax(dim=-1) == targets).numpy(),
-        top_ids=None if top is None else top.indices.to(torch.int32).numpy(),
-        top_logprobs=None if top is None else top.values.numpy(),
-        at_logprobs=None if at is None else at.numpy())
 
 
 def request_key(prompt: Sequence[int], top_k: int, at_ids: np.ndarray | None) -> str:

@@ -3,8 +3,9 @@
     closed loop   ``concurrency`` users, each asking again when answered: the server's best throughput at that depth
     open loop     requests sent at given times whatever the answers do (``evals.arrivals``): what users will feel
 
-Prompts are token ids, unique unless the caller wants otherwise (``evals.workload``), so lengths are exact and no prefix
-cache is measured by accident; what the server counted is checked against what was asked, and its hit rate is kept.
+Prompts are unique (``evals.workload``), so no prefix cache is measured by accident. They are token ids, so that lengths
+are exact; for a server that takes text only, words that are one token each. What the server counted is checked against
+what was asked, and its hit rate is kept.
 Per request: ttft = first token - start, tpot = (last token - ttft - start)/(n - 1), e2e = last token - start.
 ``warmup`` requests at the beginning and ``cooldown`` at the end are sent and not counted, so that filling and draining
 do not flatter the figures. Percentiles interpolate linearly; p99 of fewer than 100 requests is not given.
@@ -20,58 +21,33 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from calib.scheme import Frozen
 from calib.text import Tokenizer
 from evals.arrivals import TraceRow
 from evals.errors import MeasureError
-from evals.foreign.record import LoadResult, Spread
+from evals.loads import EndpointCell, Objectives, Spread
 from evals.sse import Answer, Endpoint, complete
 from evals.workload import Prompts
 
 _LAG_EVERY = 0.01
 
 
+Prompting = Literal["ids", "text"]
+
+
 class Ask(Frozen):
-    """One request: its token ids, how many tokens it wants, and when it is sent (open loop; seconds after start)."""
+    """One request: its token ids (and ``text``, if that is what is sent), how many tokens it wants, and when it is sent
+    (open loop; seconds after start)."""
 
     prompt: tuple[int, ...] = Field(min_length=1)
+    text: str | None = None
     osl: int = Field(ge=1)
     at: float | None = Field(default=None, ge=0)
-
-
-class Objectives(Frozen):
-    """Service levels in ms; a good request meets all that are given."""
-
-    ttft_ms: float | None = Field(default=None, gt=0)
-    tpot_ms: float | None = Field(default=None, gt=0)
-    e2e_ms: float | None = Field(default=None, gt=0)
-
-    @model_validator(mode="after")
-    def _some(self) -> Objectives:
-        if self.ttft_ms is self.tpot_ms is self.e2e_ms is None:
-            raise ValueError("objectives without a limit: give ttft_ms, tpot_ms or e2e_ms")
-        return self
-
-    def met(self, ttft: float, tpot: float | None, e2e: float) -> bool:
-        """Times in ms; a request of one token has no tpot and cannot miss it."""
-        pairs = ((ttft, self.ttft_ms), (tpot, self.tpot_ms), (e2e, self.e2e_ms))
-        return all(value is None or limit is None or value <= limit for value, limit in pairs)
-
-
-class EndpointCell(LoadResult):
-    """A load and what came back. ``failures`` by kind (``evals.sse``); ``good_share`` of all counted requests."""
-
-    failures: dict[str, int] = Field(default_factory=dict)
-    good_share: float | None = Field(default=None, ge=0, le=1)
-    cached_share: float | None = Field(default=None, description="prompt tokens the server took from its prefix cache")
-    lateness_ms: float | None = Field(default=None, description="99th percentile of sending after the due time")
-    client_lag_ms: float = Field(ge=0, description="hold-up of the client's event loop that 1 % of the time exceeds")
-    invalid: str | None = None
 
 
 class Load(Frozen):
@@ -88,18 +64,35 @@ class Load(Frozen):
 
 
 def fixed_asks(tokenizer: Tokenizer, isl: int, osl: int, n: int, *, times: Sequence[float] | None = None,
-               seed: int = 0) -> list[Ask]:
+               seed: int = 0, prompting: Prompting = "ids") -> list[Ask]:
     """``n`` unique random prompts of ``isl`` tokens; ``times`` (``arrivals.offsets``) for an open loop."""
-    rows = Prompts(tokenizer, seed).batch(n, isl, f"endpoint isl={isl} osl={osl}")
+    prompts = Prompts(tokenizer, seed, words=prompting == "text")
+    rows = prompts.batch(n, isl, f"endpoint isl={isl} osl={osl}")
     due: Sequence[float | None] = [None] * n if times is None else [float(moment) for moment in times]
-    return [Ask(prompt=tuple(row), osl=osl, at=moment) for row, moment in zip(rows, due, strict=True)]
+    return [Ask(prompt=tuple(row), osl=osl, at=moment, text=_text(tokenizer, row, prompting))
+            for row, moment in zip(rows, due, strict=True)]
 
 
-def trace_asks(tokenizer: Tokenizer, rows: Sequence[TraceRow], *, seed: int = 0) -> list[Ask]:
+def trace_asks(tokenizer: Tokenizer, rows: Sequence[TraceRow], *, seed: int = 0, prompting: Prompting = "ids"
+               ) -> list[Ask]:
     """Unique random prompts with a trace's lengths and times."""
-    prompts = Prompts(tokenizer, seed)
-    return [Ask(prompt=tuple(prompts.batch(1, row.input_length, f"trace {number}")[0]), osl=row.output_length,
-                at=row.timestamp / 1e3) for number, row in enumerate(rows)]
+    prompts, asks = Prompts(tokenizer, seed, words=prompting == "text"), []
+    for number, row in enumerate(rows):
+        [ids] = prompts.batch(1, row.input_length, f"trace {number}")
+        asks.append(Ask(prompt=tuple(ids), osl=row.output_length, at=row.timestamp / 1e3,
+                        text=_text(tokenizer, ids, prompting)))
+    return asks
+
+
+def _text(tokenizer: Tokenizer, ids: Sequence[int], prompting: Prompting) -> str | None:
+    """The text that a server will encode to ``ids``; MeasureError when it would not."""
+    if prompting == "ids":
+        return None
+    text = tokenizer.decode(ids)
+    if tokenizer.encode(text) != list(ids):
+        raise MeasureError(f"a prompt of {len(ids)} tokens has {len(tokenizer.encode(text))} when it is sent as text",
+                           "Send token ids, or measure with another tokenizer.")
+    return text
 
 
 def measure(url: str, asks: Sequence[Ask], load: Load, *, key: str | None = None) -> EndpointCell:
@@ -161,7 +154,8 @@ def lag_p99(lags: Sequence[float], wall: float) -> float:
 
 
 def _body(ask: Ask, load: Load) -> dict[str, Any]:
-    body = {"model": load.model, "prompt": list(ask.prompt), "max_tokens": ask.osl, "temperature": 0, "stream": True,
+    prompt = list(ask.prompt) if ask.text is None else ask.text
+    body = {"model": load.model, "prompt": prompt, "max_tokens": ask.osl, "temperature": 0, "stream": True,
             "stream_options": {"include_usage": True}}
     return body | {"ignore_eos": True} if load.ignore_eos else body
 
@@ -190,8 +184,15 @@ def summarise(asks: Sequence[Ask], answers: Sequence[Answer], late: Sequence[flo
         osl=out / len(done) if out is not None and done else None, out_tok_s=None if out is None else out / wall,
         total_tok_s=None if out is None or inp is None else (out + inp) / wall,
         goodput_req_s=None if good is None else good / wall, good_share=None if good is None else good / len(answers),
+        peak_in_flight=peak_in_flight([(answer.start, answer.end) for answer in answers]),
         cached_share=None if cached is None or not inp else cached / inp, lateness_ms=lateness,
         client_lag_ms=1e3 * lag, invalid=_invalid(done, answers, failures, ttft.p50, max(lateness or 0.0, 1e3 * lag)))
+
+
+def peak_in_flight(spans: Sequence[tuple[float, float]]) -> int:
+    """Most spans that are open at one time; one that ends when another begins has ended before."""
+    events = sorted([(start, 1) for start, _ in spans] + [(end, -1) for _, end in spans])
+    return int(np.cumsum([step for _, step in events]).max(initial=0))
 
 
 def _times(answer: Answer) -> tuple[float, float | None, float]:

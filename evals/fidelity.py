@@ -10,7 +10,9 @@ flips ("Accuracy is not all you need", arXiv 2407.09141).
 everything that decides its numbers (target, numerics, tokenizer, template, data, harness, settings); it is used again
 only where the whole key is the same, and a candidate is compared only where all but the target is.
 
-**Resuming.** Finished items lie in ``.<out>.work/`` beside the output until the report is written in one piece.
+**Resuming.** Finished items lie in ``.<out>.work/`` beside the output until the report is written in one piece. A
+baseline may keep them for good in a ``cache`` folder: then another sample of items, or a larger one, asks the
+unquantized model only what it has not answered yet under the same target, numerics, template and harness.
 """
 
 from __future__ import annotations
@@ -31,10 +33,12 @@ from calib.text import Tokenizer
 from evals.accuracy import HARNESS, answer, choose_questions, pooled_accuracy
 from evals.adapters import RequestRecorder
 from evals.compare import refuse_unequal
-from evals.data import EvalData, Text, sample
+from evals.data import EvalData
 from evals.errors import DataError, EvalError
+from evals.items import Text
 from evals.records import load_record, save_record
 from evals.report import Estimate, EvalReport, Item, Sample, Target, TextScore
+from evals.sampling import sample
 from evals.sanity import sample_faults, take_samples
 from evals.statistics import clustered_estimate
 from evals.target import Generator, Scorer
@@ -54,12 +58,14 @@ class EvalSettings(Frozen):
     seed: int = Field(default=0, ge=0)
     samples: int = Field(default=4, ge=0, description="greedy continuations for the sanity check")
     sample_tokens: int = Field(default=32, ge=16)
+    exact_tokens: int = Field(default=64, ge=1, description="tokens of a generated answer that are read")
     batch: int = Field(default=16, ge=1)
 
 
 def harness_of(settings: EvalSettings) -> dict[str, str]:
     """The part of the settings that must agree before two reports may be compared."""
-    return HARNESS | {"window": str(settings.window), "sample_tokens": str(settings.sample_tokens)}
+    return HARNESS | {"window": str(settings.window), "sample_tokens": str(settings.sample_tokens),
+                      "exact_tokens": str(settings.exact_tokens)}
 
 
 def key_of(target: Target, data: EvalData, settings: EvalSettings) -> str:
@@ -67,6 +73,12 @@ def key_of(target: Target, data: EvalData, settings: EvalSettings) -> str:
     return sha256_hex(canonical_json({
         "target": target.model_dump(mode="json", exclude={"name"}), "data": data.digest,
         "harness": harness_of(settings), "settings": settings.model_dump(mode="json", exclude={"batch"})}))
+
+
+def _item_key(target: Target, settings: EvalSettings, k: int) -> str:
+    """sha256 over everything that decides the numbers of a single item: which others are judged is not in it."""
+    return sha256_hex(canonical_json({"target": target.model_dump(mode="json", exclude={"name"}), "top_k": k,
+                                      "harness": harness_of(settings)}))
 
 
 class Baseline:
@@ -110,16 +122,20 @@ class _Pass(Frozen):
 
 
 def make_baseline(scorer: Scorer, tokenizer: Tokenizer, target: Target, data: EvalData, out: Path | str, *,
-                  settings: EvalSettings | None = None, report: Report = silent, replace: bool = False) -> Baseline:
+                  settings: EvalSettings | None = None, report: Report = silent, replace: bool = False,
+                  cache: Path | None = None) -> Baseline:
     """Judge the unquantized target and keep what candidates are compared with. EvalError when it is itself faulty.
 
-    ``scorer`` may also be a Generator; then short continuations are kept too.
+    ``scorer`` may also be a Generator; then short continuations are kept too. ``cache``: see the module's docstring.
     """
     settings, out = settings or EvalSettings(), Path(out)
-    key, work = key_of(target, data, settings), _work_folder(out)
-    k = min(settings.top_k, tokenizer.vocab_size)
-    found = _run(scorer, tokenizer, data, settings, work, key, k, lambda _: None, report)
-    faults = found.faults + sample_faults(found.samples)
+    key, k = key_of(target, data, settings), min(settings.top_k, tokenizer.vocab_size)
+    item_key = _item_key(target, settings, k)
+    work = _work_folder(out) if cache is None else cache / item_key[:16]
+    found = _run(scorer, tokenizer, data, settings, work, key if cache is None else item_key, k, lambda _: None,
+                 report)
+    mute = sample_faults(found.samples)
+    faults = found.faults + (mute if 2 * len(mute) > len(found.samples) else [])  # small models loop now and then
     if faults:
         raise EvalError(f"the baseline {target.name} is faulty: {faults[0]} ({len(faults)} faults in all)",
                         "Nothing can be compared with it; check the model and its numerics.")
@@ -128,7 +144,7 @@ def make_baseline(scorer: Scorer, tokenizer: Tokenizer, target: Target, data: Ev
               for name, value in arrays_of(work, text.id, ("nll", "ids", "logprobs")).items()}
     artifact = save_record(record, out, [target.digest], kind="baseline", replace=replace,
                            arrays={TOP_K_FILE: arrays} if arrays else None)
-    shutil.rmtree(work)
+    shutil.rmtree(work if cache is None else work / "lm_eval", ignore_errors=cache is not None)
     return Baseline(artifact, record.report, key)
 
 
@@ -192,9 +208,10 @@ def _run(scorer: Scorer, tokenizer: Tokenizer, data: EvalData, settings: EvalSet
     scores, faults = score_texts(scorer, tokenizer, texts, work, key, window=settings.window, top_k=top_k,
                                  batch=settings.batch, baseline=baseline, report=report)
     items = answer(scorer, tokenizer, data, tasks, limit=settings.limit_items, seed=settings.seed, scratch=work,
-                   key=key, batch=4 * settings.batch, report=report) if tasks else []
+                   key=key, batch=4 * settings.batch, exact_tokens=settings.exact_tokens, report=report
+                   ) if tasks else []
     faults += [f"question {item.id[:12]} of {item.task}: a log-probability is not finite"
-               for item in items if item.choice is None]
+               for item in items if item.choice is None and not item.exact]
     samples = (take_samples(scorer, tokenizer, texts[:settings.samples], settings.sample_tokens)
                if isinstance(scorer, Generator) and settings.samples and texts else [])
     return _Pass(texts=scores, items=items, samples=samples, faults=faults)
@@ -220,6 +237,7 @@ def _report(target: Target, data: EvalData, settings: EvalSettings, found: _Pass
     whole = base is not None and len(found.texts) == len(base.texts) > 0
     tokens = sum(text.tokens for text in found.texts)
     flips = flips_of(base.items, found.items) if base and found.items else None
+    generated = [item for item in found.items if item.exact]
     return EvalReport(
         target=target, baseline_digest=baseline.digest if baseline else None, data_digest=data.digest,
         harness=harness_of(settings), seed=settings.seed, texts=found.texts, items=found.items, samples=found.samples,
@@ -229,7 +247,8 @@ def _report(target: Target, data: EvalData, settings: EvalSettings, found: _Pass
         kl_p99=float(np.quantile(kl, 0.99)) if whole and kl is not None else None,
         same_top1=sum(text.same_top1 or 0 for text in found.texts) / tokens if whole else None,
         flips=sum(flips) / len(found.items) if flips else None,
-        flips_to_wrong=flips[0] if flips else None, flips_to_right=flips[1] if flips else None)
+        flips_to_wrong=flips[0] if flips else None, flips_to_right=flips[1] if flips else None,
+        unparsed=sum(item.answer is None for item in generated) / len(generated) if generated else None)
 
 
 def delta_nll(baseline: Sequence[TextScore], candidate: Sequence[TextScore]) -> Estimate | None:

@@ -23,11 +23,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from evals.compare import refuse_incomparable
-from evals.data import shuffled
 from evals.errors import ComparisonError, PolicyError
 from evals.length import judge_length
 from evals.policy import AccuracyRule, NllRule, Policy, SpeedRule, load_policy
 from evals.report import EvalReport, Item, LatencySweep, Reason, Verdict, VerdictWord
+from evals.sampling import shuffled
 from evals.sequential import FAIL, OPEN, corrected_z, decide
 from evals.statistics import POWER_80, clustered_ratio, holm, mcnemar_p, stratified_drop, t_of_z, wilson
 
@@ -197,11 +197,16 @@ def _pooled(pairs: Pairs, rule: AccuracyRule, candidates: int, detectable: list[
 def _refuse_noise(rule: AccuracyRule, n: int) -> None:
     if rule.aa_flips is None:
         return
-    floor = 250 * math.sqrt(rule.aa_flips / n)
+    floor = noise_margin(rule.aa_flips, n)
     if rule.margin < floor:
         raise PolicyError(f"a margin of {rule.margin:g} points lies within the noise of the same engine run twice "
                           f"({floor:.2f} points at {100 * rule.aa_flips:g} % flips over {n} items)",
                           "Raise the margin, judge more items, or make the engine deterministic.")
+
+
+def noise_margin(aa_flips: float, n: int) -> float:
+    """The smallest margin (points) that answers changing by themselves (a share ``aa_flips``) leave usable."""
+    return 250 * math.sqrt(aa_flips / n)
 
 
 def _single_tasks(pairs: Pairs, tasks: Sequence[str], rule: AccuracyRule, candidates: int) -> list[Reason]:

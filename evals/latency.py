@@ -12,6 +12,8 @@ and the lengths that came back are checked: a cell whose prompts or outputs had 
 above T(1), is kept and marked ``invalid``, never averaged away. Figures are medians over repeats; ``spread`` is max -
 min. ``warmup`` calls come first and are thrown away (compilers, caches, clocks).
 
+On a GPU each cell carries its state and the energy of a token (``gpu_state``), warm-up included.
+
 Cells are journalled as they finish: a killed sweep goes on with the next one.
 """
 
@@ -29,6 +31,7 @@ from calib.progress import Progress, Report, silent
 from calib.text import Tokenizer
 from engines.request import RequestOutput, SamplingParams
 from evals.errors import MeasureError
+from evals.gpu_state import GpuWatch, cuda_uuid
 from evals.journal import Journal
 from evals.memory import measure_peak
 from evals.records import save_record
@@ -64,7 +67,8 @@ def sweep(llm: TimedGenerator | Callable[[], TimedGenerator], target: Target, gr
     with Journal(work / "cells.jsonl", key) as journal:
         waiting = [point for point in grid if _name(point) not in journal.done]
         if waiting:
-            _measure(llm() if callable(llm) else llm, waiting, len(grid), journal, warmup, repeats, seed, report)
+            _measure(llm() if callable(llm) else llm, waiting, len(grid), journal, warmup, repeats, seed, report,
+                     cuda_uuid() if target.numerics.startswith("cuda") else None)
         report(Progress("latency", len(grid), len(grid), "cell"))
         if engine is not None and "memory" not in journal.done:
             heaviest = max(grid, key=lambda point: point[0] * (point[1] + point[2]))
@@ -95,11 +99,15 @@ def _name(point: Point) -> str:
 
 
 def _measure(llm: TimedGenerator, waiting: Sequence[Point], total: int, journal: Journal, warmup: int, repeats: int,
-             seed: int, report: Report) -> None:
+             seed: int, report: Report, gpu: str | None) -> None:
     prompts = Prompts(llm.tokenizer, seed)
     for number, point in enumerate(waiting, total - len(waiting)):
         report(Progress("latency", number, total, "cell", _name(point)))
-        cell = measure_cell(llm, prompts, point, warmup=warmup, repeats=repeats)
+        with GpuWatch(gpu) as watch:
+            cell = measure_cell(llm, prompts, point, warmup=warmup, repeats=repeats)
+        state = watch.seen((warmup + repeats) * point[0] * (point[2] + (1 if point[2] > 1 else 0)))
+        if state is not None:
+            cell = cell.model_copy(update={"gpu": state, "invalid": cell.invalid or state.invalid})
         journal.add({_name(point): cell.model_dump(mode="json")})
 
 

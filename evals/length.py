@@ -20,6 +20,8 @@ from evals.sequential import corrected_z
 from evals.statistics import clustered_ratio, t_of_z
 
 CHECK = "output length"
+#: Continuations are this long where length is judged: short ones are cut off and say nothing about growth.
+LENGTH_TOKENS = 128
 
 
 def judge_length(candidate: EvalReport, baseline: EvalReport | None, rule: LengthRule, candidates: int = 1) -> Reason:

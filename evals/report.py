@@ -12,6 +12,8 @@ from typing import Literal
 from pydantic import Field
 
 from calib.scheme import Frozen
+from evals.gpu_state import GpuState
+from evals.loads import EndpointCell
 
 VerdictWord = Literal["PASS", "FAIL", "INCONCLUSIVE", "ANOMALOUS", "BASELINE"]
 
@@ -45,6 +47,7 @@ class Item(Frozen):
     answer: str | None = None
     n_choices: int | None = Field(default=None, ge=2, description="1/n_choices is the chance of a blind guess")
     document: str | None = Field(default=None, description="the passage it shares with other items, if it does")
+    exact: bool = Field(default=False, description="the answer was generated; None there means it could not be read")
 
 
 class TextScore(Frozen):
@@ -98,6 +101,7 @@ class EvalReport(Frozen):
     flips_to_wrong: int | None = Field(default=None, description="items the baseline answered right and this wrong")
     flips_to_right: int | None = Field(default=None, description="items the baseline answered wrong and this right")
     samples: list[Sample] = Field(default_factory=list)
+    unparsed: float | None = Field(default=None, description="share of generated answers that could not be read")
 
 
 class Cell(Frozen):
@@ -108,13 +112,18 @@ class Cell(Frozen):
     isl: int = Field(ge=1)
     osl: int = Field(ge=1)
     n: int = Field(ge=1)
-    ttft_ms: float
-    ttft_ms_spread: float = Field(description="max - min over the repeats")
+    ttft_ms: float | None
+    ttft_ms_spread: float | None = Field(description="max - min over the repeats")
     tpot_ms: float | None
     tpot_ms_spread: float | None
-    e2e_ms: float
-    out_tok_s: float
-    total_tok_s: float
+    e2e_ms: float | None
+    out_tok_s: float | None
+    total_tok_s: float | None
+    request_rate: float | None = Field(default=None, description="requests a second that an open loop sent")
+    req_s: float | None = None
+    goodput_req_s: float | None = None
+    cached_share: float | None = Field(default=None, description="prompt tokens from the server's prefix cache")
+    gpu: GpuState | None = None
     invalid: str | None = Field(default=None, description="why the cell must not be used, if so")
 
 
@@ -128,6 +137,7 @@ class LatencySweep(Frozen):
     warmup: int
     repeats: int
     seed: int = 0
+    loads: list[EndpointCell] = Field(default_factory=list, description="every run behind the cells of an endpoint")
 
 
 class Reason(Frozen):

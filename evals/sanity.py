@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from calib.text import Tokenizer
 from engines.request import SamplingParams
-from evals.data import Text
 from evals.errors import EvalError
+from evals.items import Text
 from evals.report import Sample
 from evals.target import Generator
 

@@ -5,8 +5,8 @@ one write, server-sent events read line by line, each stamped when it arrives. C
 close-delimited bodies are understood; sizes are capped.
 
 What goes wrong is a ``failure`` word in the answer, never an average: ``refused`` (no connection), ``status`` (not
-200), ``timeout``, ``truncated`` (the stream ended before [DONE]), ``malformed`` (no HTTP, no JSON), ``error`` (an error
-event in the stream), ``empty`` (200 and no token), ``clock`` (times that go back).
+200), ``timeout``, ``truncated`` (the stream ended before [DONE] or a finish reason), ``malformed`` (no HTTP, no JSON),
+``error`` (an error event in the stream), ``empty`` (200 and no token), ``clock`` (times that go back).
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class Answer:
     prompt_tokens: int | None = None
     output_tokens: int | None = None
     cached_tokens: int | None = None
+    finished: bool = False
     failure: str | None = None
     detail: str = ""
 
@@ -180,7 +181,10 @@ async def _read_events(lines: AsyncIterator[bytes], answer: Answer, clock: Calla
                 raise _BadError("empty", "the stream ended without a token")
             return
         _take_event(data, now, answer)
-    raise _BadError("truncated", f"the stream ended after {len(answer.times)} events without [DONE]")
+    if not answer.finished:
+        raise _BadError("truncated", f"the stream ended after {len(answer.times)} events without [DONE]")
+    if not answer.times:
+        raise _BadError("empty", "the stream ended without a token")
 
 
 def _take_event(data: bytes, now: float, answer: Answer) -> None:
@@ -188,8 +192,10 @@ def _take_event(data: bytes, now: float, answer: Answer) -> None:
         event = json.loads(data)
         if event.get("error"):
             raise _BadError("error", event["error"])
-        if any(choice.get("text") for choice in event.get("choices", [])):
+        choices = event.get("choices", [])
+        if any(choice.get("text") for choice in choices):
             answer.times.append(now)
+        answer.finished |= any(choice.get("finish_reason") for choice in choices)
         if usage := event.get("usage"):
             answer.prompt_tokens, answer.output_tokens = int(usage["prompt_tokens"]), int(usage["completion_tokens"])
             details = usage.get("prompt_tokens_details") or {}

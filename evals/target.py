@@ -1,7 +1,7 @@
 """Who can be judged: anything that scores text or generates it.
 
-The protocols are structural; ``engines.llm.LLM`` satisfies both without knowing this file. Adapters for a torch module
-(the fake-quantized or unquantized model) and for recorded answers are in ``adapters.py``.
+The protocols are structural; ``engines.llm.LLM`` satisfies both without knowing this file. A torch module
+(the fake-quantized or unquantized model) becomes one in ``module.py``, recorded answers in ``adapters.py``.
 """
 
 from __future__ import annotations
@@ -26,6 +26,20 @@ class Scorer(Protocol):
 
     def loglikelihood(self, prompts: Sequence[Sequence[int]], *, top_k: int = 0,
                       at_ids: Sequence[np.ndarray] | None = None) -> list[PromptScore]: ...
+
+
+#: (context ids, continuations' ids): what a question becomes. No side is empty.
+Choices = tuple[Sequence[int], Sequence[Sequence[int]]]
+
+
+@runtime_checkable
+class ChoiceScorer(Protocol):
+    """Scores several continuations of one context at once: per continuation, a PromptScore over its own tokens only.
+
+    Equal to ``loglikelihood`` of context + continuation within 1e-5, several times cheaper.
+    """
+
+    def score_choices(self, questions: Sequence[Choices]) -> list[list[PromptScore]]: ...
 
 
 @runtime_checkable
@@ -66,3 +80,24 @@ def checked_scores(scorer: Scorer, prompts: Sequence[Sequence[int]], *, top_k: i
                                 f"{None if found is None else found.shape}, expected {shape}",
                                 "The scorer breaks the contract of engines.request.PromptScore.")
     return scores
+
+
+def checked_choices(scorer: Scorer, questions: Sequence[Choices]) -> list[list[PromptScore]]:
+    """Scores of each question's continuations, over their own tokens; a scorer without ``score_choices`` is asked for
+    whole prompts. EvalError when scores are missing or of another shape.
+    """
+    if not isinstance(scorer, ChoiceScorer):
+        scores = iter(checked_scores(scorer, [[*context, *one] for context, each in questions for one in each]))
+        return [[_tail(next(scores), len(context) - 1) for _ in each] for context, each in questions]
+    found = scorer.score_choices(questions)
+    lengths = [[len(one) for one in each] for _, each in questions]
+    got = [[len(score.logprobs) if len(score.logprobs) == len(score.greedy) else -1 for score in each]
+           for each in found]
+    if got != lengths:
+        raise EvalError(f"{len(questions)} questions were scored and the scores' lengths are {got[:3]}..., expected "
+                        f"{lengths[:3]}...", "The scorer breaks the contract of evals.target.ChoiceScorer.")
+    return found
+
+
+def _tail(score: PromptScore, start: int) -> PromptScore:
+    return PromptScore(score.logprobs[start:], score.greedy[start:])

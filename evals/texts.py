@@ -26,8 +26,8 @@ from calib.artifact import write_atomic
 from calib.progress import Progress, Report
 from calib.text import Tokenizer
 from engines.request import PromptScore
-from evals.data import Text
 from evals.errors import DataError, EvalError
+from evals.items import Text
 from evals.journal import Journal
 from evals.report import TextScore
 from evals.target import Scorer, checked_scores

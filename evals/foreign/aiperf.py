@@ -10,7 +10,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from evals.foreign.record import ForeignFormatError, LoadResult, Spread, mapping, number, positive, read_json, require
+from evals.foreign.record import ForeignFormatError, mapping, number, positive, read_json, require
+from evals.loads import LoadResult, Spread
 
 TOOL = "AIPerf"
 _UNITS = {"time_to_first_token": "ms", "inter_token_latency": "ms", "inter_chunk_latency": "ms",

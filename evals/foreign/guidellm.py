@@ -12,8 +12,6 @@ from typing import Any
 
 from evals.foreign.record import (
     ForeignFormatError,
-    LoadResult,
-    Spread,
     count,
     mapping,
     number,
@@ -21,6 +19,7 @@ from evals.foreign.record import (
     read_json,
     require,
 )
+from evals.loads import LoadResult, Spread
 
 TOOL = "GuideLLM"
 VERSION = 1

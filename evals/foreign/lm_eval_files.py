@@ -83,10 +83,11 @@ def _samples(path: Path, task: str, metric: str, filter_name: str) -> list[Item]
     chosen = [row for row in rows if row.get("filter", "none") == filter_name]
     if not chosen:
         raise DataError(f"{path} has no samples under filter {filter_name!r}", "Run the harness with --log_samples.")
-    return [_item(row, task, metric, f"{path} sample {i}") for i, row in enumerate(chosen)]
+    return [item_of(row, task, metric, f"{path} sample {i}") for i, row in enumerate(chosen)]
 
 
-def _item(row: dict[str, Any], task: str, metric: str, where: str) -> Item:
+def item_of(row: dict[str, Any], task: str, metric: str, where: str) -> Item:
+    """One sample row, from a file or from the harness itself; ForeignFormatError when ``metric`` is not right/wrong."""
     require(row, ("doc_hash", "prompt_hash", "filtered_resps", metric), where, TOOL)
     correct = number(row, metric, where)
     if correct not in (0.0, 1.0):

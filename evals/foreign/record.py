@@ -1,8 +1,8 @@
-"""What all importers share: the record of one measured load, strict reading, and the error for another layout.
+"""What all importers share: strict reading, and the error for another layout.
 
 Names clash between tools (``evals.metric`` has the dictionary), so every importer writes into the same explicit
-columns and says nothing about what its tool did not measure: a figure that is not in the file stays None. A file of
-another layout or version is refused by name, never read as far as it happens to fit.
+columns (``evals.loads``) and says nothing about what its tool did not measure: a figure that is not in the file stays
+None. A file of another layout or version is refused by name, never read as far as it happens to fit.
 """
 
 from __future__ import annotations
@@ -13,9 +13,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field
-
-from calib.scheme import Frozen
 from evals.errors import EvalError
 
 
@@ -23,42 +20,6 @@ class ForeignFormatError(EvalError):
     """A file of another tool that is not in the layout, or not of the version, that can be read."""
 
     code = "foreign_format"
-
-
-class Spread(Frozen):
-    """A distribution over requests, in ms: each figure as the tool reports it, None where it does not."""
-
-    mean: float | None = None
-    p50: float | None = None
-    p90: float | None = None
-    p99: float | None = None
-
-
-class LoadResult(Frozen):
-    """One load against one endpoint, measured by ``tool``. Definitions are ``evals.metric``'s.
-
-    ``tpot_ms`` excludes the first token; ``itl_gap_ms`` pools the gaps between chunks. ``isl`` and ``osl`` are achieved
-    means; ``concurrency`` and ``request_rate`` what was asked for (None: not limited, or not told).
-    """
-
-    tool: str
-    version: str | None = None
-    model: str | None = None
-    completed: int = Field(ge=0)
-    failed: int | None = Field(default=None, ge=0)
-    duration_s: float | None = Field(default=None, gt=0)
-    concurrency: float | None = Field(default=None, gt=0)
-    request_rate: float | None = Field(default=None, gt=0)
-    isl: float | None = Field(default=None, ge=0)
-    osl: float | None = Field(default=None, ge=0)
-    ttft_ms: Spread = Spread()
-    tpot_ms: Spread = Spread()
-    itl_gap_ms: Spread = Spread()
-    e2e_ms: Spread = Spread()
-    req_s: float | None = Field(default=None, ge=0)
-    out_tok_s: float | None = Field(default=None, ge=0)
-    total_tok_s: float | None = Field(default=None, ge=0)
-    goodput_req_s: float | None = Field(default=None, ge=0)
 
 
 def read_json(path: Path | str, tool: str) -> Any:

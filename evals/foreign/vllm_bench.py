@@ -2,18 +2,20 @@
 
 Its ``tpot`` is (e2e - ttft)/(n - 1) a request and becomes ``tpot_ms``; its ``itl`` pools the gaps between chunks and
 becomes ``itl_gap_ms``. An unlimited rate is the text "inf". Percentiles that were not asked for are absent; the median
-is always there.
+is always there. What is written can be read by tools that take this layout, and by ``read``.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from calib.artifact import write_atomic
+from evals.errors import MeasureError
 from evals.foreign.record import (
     ForeignFormatError,
-    LoadResult,
-    Spread,
     count,
     mapping,
     number,
@@ -21,6 +23,7 @@ from evals.foreign.record import (
     read_json,
     require,
 )
+from evals.loads import LoadResult, Spread
 
 TOOL = "vLLM bench serve"
 _KEYS = ("duration", "completed", "total_input_tokens", "total_output_tokens", "request_throughput",
@@ -64,3 +67,34 @@ def _rate(found: dict[str, Any], where: str) -> float | None:
 def _spread(found: dict[str, Any], name: str, where: str) -> Spread:
     return Spread(mean=number(found, f"mean_{name}_ms", where), p50=number(found, f"median_{name}_ms", where),
                   p90=number(found, f"p90_{name}_ms", where), p99=number(found, f"p99_{name}_ms", where))
+
+
+def write(loads: Sequence[LoadResult], folder: Path | str) -> list[Path]:
+    """Write each load as ``bench_<number>.json``. MeasureError without loads, or for one that completed nothing."""
+    folder = Path(folder)
+    if not loads:
+        raise MeasureError("the sweep holds no loads of an endpoint", "Sweep an endpoint with --url.")
+    documents = [_document(load, number) for number, load in enumerate(loads)]
+    folder.mkdir(parents=True, exist_ok=True)
+    written = [folder / f"bench_{number}.json" for number in range(len(documents))]
+    for path, document in zip(written, documents, strict=True):
+        write_atomic(path, json.dumps(document, ensure_ascii=False, indent=1, allow_nan=False).encode())
+    return written
+
+
+def _document(load: LoadResult, number: int) -> dict[str, Any]:
+    if not load.completed or load.isl is None or load.osl is None:
+        raise MeasureError(f"load {number} completed {load.completed} requests, or of unknown lengths",
+                           "This layout cannot say that; export without it.")
+    document: dict[str, Any] = {
+        "backend": "openai", "model_id": load.model, "completed": load.completed, "failed": load.failed or 0,
+        "num_prompts": load.completed + (load.failed or 0), "duration": load.duration_s,
+        "request_rate": load.request_rate or "inf", "max_concurrency": load.concurrency,
+        "total_input_tokens": round(load.isl * load.completed), "total_output_tokens": round(load.osl * load.completed),
+        "request_throughput": load.req_s, "output_throughput": load.out_tok_s, "total_token_throughput":
+        load.total_tok_s, "request_goodput": load.goodput_req_s}
+    for name, spread in (("ttft", load.ttft_ms), ("tpot", load.tpot_ms), ("itl", load.itl_gap_ms),
+                         ("e2el", load.e2e_ms)):
+        document |= {f"mean_{name}_ms": spread.mean, f"median_{name}_ms": spread.p50, f"p90_{name}_ms": spread.p90,
+                     f"p99_{name}_ms": spread.p99}
+    return document

@@ -13,8 +13,8 @@ from calib.checkpoint import QuantizedCheckpoint
 from calib.text import Tokenizer
 from engines.build.builder import build
 from engines.plan import EngineSpec
-from evals.adapters import ModuleScorer
 from evals.data import Source, write_folder
+from evals.module import ModuleScorer
 from evals.target import describe
 
 SUBJECTS = ["the river", "a small engine", "every second number", "the old library", "one careful reader"]

@@ -8,8 +8,8 @@ import pytest
 
 from engines.request import PromptScore
 from evals.accuracy import DELIMITER, answer, pooled_accuracy, split_tokens
-from evals.adapters import ModuleScorer
 from evals.errors import EvalError
+from evals.module import ModuleScorer
 from evals.report import Item
 
 
@@ -63,17 +63,20 @@ def test_limit_takes_seeded_random_questions(scorer, tokenizer, data, tmp_path):
 
 
 class Interrupted:
-    """Raises after ``calls`` batches; counts what it was asked."""
+    """Dies after some calls, like a killed process."""
 
     def __init__(self, scorer, calls):
         self.scorer, self.calls, self.asked = scorer, calls, 0
 
     def loglikelihood(self, prompts, *, top_k=0, at_ids=None):
+        raise AssertionError("choices are asked together")
+
+    def score_choices(self, questions):
         if self.calls == 0:
             raise KeyboardInterrupt
         self.calls -= 1
-        self.asked += len(prompts)
-        return self.scorer.loglikelihood(prompts, top_k=top_k, at_ids=at_ids)
+        self.asked += sum(len(each) for _, each in questions)
+        return self.scorer.score_choices(questions)
 
 
 def test_a_killed_run_goes_on_and_another_target_starts_over(scorer, tokenizer, data, tmp_path):

@@ -5,8 +5,10 @@ import json
 import pytest
 
 from calib.errors import UnknownNameError
-from evals.data import EvalData, Source, Text, part_of, refuse_overlap, sample, shuffled, text_id, write_folder
+from evals.data import EvalData, Source, write_folder
 from evals.errors import DataError, DataMissingError
+from evals.items import Exact, Question, texts_of
+from evals.sampling import part_of, sample, shuffled
 
 
 def texts(n, prefix="words"):
@@ -107,11 +109,20 @@ def test_split_is_by_document_and_keeps_its_shares():
         part_of("d", {"choose": 0})
 
 
-def test_overlap_is_refused_by_document_and_by_text():
-    def made(text, document):
-        return Text(id=text_id(text, document), text=text, document=document)
-    refuse_overlap([made("one", "a")], [made("two", "b")], "calibration and evaluation")
-    with pytest.raises(DataError, match="calibration and evaluation overlap in 1"):
-        refuse_overlap([made("one", "a")], [made("two", "a")], "calibration and evaluation")
-    with pytest.raises(DataError):
-        refuse_overlap([made("One  thing", "a")], [made("one thing", "b")], "splits")
+def sums(n):
+    return [{"question": f"What is {i} and {i}?", "answer": f"{2 * i}"} for i in range(n)]
+
+
+def test_a_task_is_multiple_choice_or_exact_match(tmp_path):
+    data = folder(tmp_path, sums=sums(3), quiz=questions(2), texts=texts(1))
+    assert [type(item) for item in data.task("sums")] == [Exact] * 3
+    assert {type(item) for item in data.task("quiz")} == {Question}
+    assert EvalData.load(tmp_path / "data") == data
+    assert "What is 2 and 2? 4" in texts_of(data.items)
+    assert "What follows 1? nothing" in texts_of(data.items)
+    with pytest.raises(DataError, match="row 3: a task is either"):
+        folder(tmp_path / "mixed", quiz=[*questions(2), *sums(1)])
+    with pytest.raises(DataError, match="blank"):
+        folder(tmp_path / "blank", sums=[{"question": "q", "answer": " "}])
+    with pytest.raises(DataError, match="more than once"):
+        folder(tmp_path / "twice", sums=sums(2), more=sums(1))

@@ -1,9 +1,7 @@
 """Load on a real HTTP server on loopback: healthy, slow, truncated, failing; arrivals, traces, search."""
 
 import asyncio
-import contextlib
 import json
-import threading
 import time
 from types import SimpleNamespace
 
@@ -27,80 +25,7 @@ from evals.endpoint import (
 )
 from evals.errors import DataError, MeasureError
 from evals.sse import Answer, Endpoint, complete
-
-TTFT, GAP = 0.02, 0.004
-
-
-class Server:
-    """A tiny completions server on a free port, in a thread of its own; ``mode`` says how it misbehaves."""
-
-    def __init__(self, mode="good", framing="chunked"):
-        self.mode, self.framing, self.running, self.peak, self.seen = mode, framing, 0, 0, []
-
-    def __enter__(self):
-        ready = threading.Event()
-        self.thread = threading.Thread(target=lambda: asyncio.run(self.serve(ready)), daemon=True)
-        self.thread.start()
-        assert ready.wait(10)
-        return self
-
-    def __exit__(self, *_):
-        self.loop.call_soon_threadsafe(self.stop.set)
-        self.thread.join(10)
-        assert not self.thread.is_alive()
-
-    async def serve(self, ready):
-        self.loop, self.stop = asyncio.get_running_loop(), asyncio.Event()
-        server = await asyncio.start_server(self.handle, "127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-        ready.set()
-        async with server:
-            await self.stop.wait()
-
-    async def handle(self, reader, writer):
-        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
-            head = (await reader.readuntil(b"\r\n\r\n")).decode()
-            size = int(head.lower().split("content-length:")[1].split("\r\n")[0])
-            body = json.loads(await reader.readexactly(size))
-            self.seen.append((head, body))
-            self.running += 1
-            self.peak = max(self.peak, self.running)
-            await self.answer(writer, body)
-            await writer.drain()
-        self.running -= 1
-        writer.close()
-
-    def send(self, writer, data):
-        piece = f"data: {data}\n\n".encode()
-        writer.write(b"%x\r\n%s\r\n" % (len(piece), piece) if self.framing == "chunked" else piece)
-
-    async def answer(self, writer, body):
-        if self.mode == "garbage":
-            writer.write(b"what?\r\n")
-            return
-        if self.mode == "500" or (self.mode == "some500" and len(self.seen) % 4 == 0):
-            writer.write(b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: 0\r\n\r\n")
-            return
-        kind = "Transfer-Encoding: chunked" if self.framing == "chunked" else "X-Framing: close"
-        writer.write(f"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n{kind}\r\n\r\n".encode())
-        await asyncio.sleep(TTFT)
-        count = 0 if self.mode == "empty" else body["max_tokens"] - (self.mode == "short")
-        for number in range(count):
-            if self.mode == "truncated" and number == 2:
-                return
-            if self.mode == "error" and number == 2:
-                self.send(writer, json.dumps({"error": {"message": "out of memory"}}))
-                return
-            self.send(writer, "{nonsense" if self.mode == "malformed" else json.dumps({"choices": [{"text": "a"}]}))
-            await writer.drain()
-            await asyncio.sleep(5 if self.mode == "slow" else GAP)
-        if self.mode != "silent":
-            usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": count,
-                     "prompt_tokens_details": {"cached_tokens": len(body["prompt"]) // 4}}
-            self.send(writer, json.dumps({"choices": [], "usage": usage}))
-        self.send(writer, "[DONE]")
-        if self.framing == "chunked":
-            writer.write(b"0\r\n\r\n")
+from tests.evals.sse_server import GAP, TTFT, Server
 
 
 def asks(n, osl=4, times=None):
@@ -160,6 +85,12 @@ def test_a_stream_that_closes_without_done_is_truncated_under_any_framing():
         cell = measure(server.url, asks(2), closed())
     assert cell.failures == {"truncated": 2}
     assert "after 2 events without [DONE]" in cell.invalid
+
+
+def test_a_finish_reason_ends_a_stream_as_well_as_done():
+    with Server("nodone", framing="close") as server:
+        cell = measure(server.url, asks(3), closed())
+    assert (cell.completed, cell.failures, cell.osl) == (3, {}, 4.0)
 
 
 def test_some_failures_mark_the_cell_and_never_count_as_good():

@@ -10,10 +10,11 @@ import torch
 from calib.artifact import Artifact
 from calib.errors import ArtifactError
 from engines.request import CompletionOutput, PromptScore, RequestOutput
-from evals.adapters import ModuleScorer, RecordedScorer, answer_requests
+from evals.adapters import RecordedScorer, answer_requests
 from evals.data import Source, write_folder
 from evals.errors import ComparisonError, EvalError
 from evals.fidelity import Baseline, EvalSettings, evaluate, make_baseline, record_requests
+from evals.module import ModuleScorer
 from evals.records import load_record
 from evals.report import EvalReport, Sample
 from evals.sanity import looping, sample_faults
@@ -105,12 +106,22 @@ class Failing:
     def __init__(self, scorer, calls):
         self.scorer, self.calls, self.asked = scorer, calls, 0
 
-    def loglikelihood(self, prompts, *, top_k=0, at_ids=None):
+    def count(self, asked):
         if self.calls == 0:
             raise KeyboardInterrupt
         self.calls -= 1
-        self.asked += len(prompts)
+        self.asked += asked
+
+    def loglikelihood(self, prompts, *, top_k=0, at_ids=None):
+        self.count(len(prompts))
         return self.scorer.loglikelihood(prompts, top_k=top_k, at_ids=at_ids)
+
+    def score_choices(self, questions):
+        self.count(sum(len(each) for _, each in questions))
+        return self.scorer.score_choices(questions)
+
+    def generate(self, prompts, params):
+        return self.scorer.generate(prompts, params)
 
 
 @pytest.mark.parametrize("calls", [3, 8])
@@ -178,8 +189,9 @@ def test_nan_is_a_fault_of_the_candidate_and_an_error_of_the_baseline(baseline, 
     report = evaluate(scorer, tokenizer, describe("broken", "e" * 64, "cpu", tokenizer), data, baseline,
                       tmp_path / "broken", settings=SETTINGS)
     assert (report.delta_nll, report.kl_mean, report.texts) == (None, None, [])
-    assert len(report.faults) == 28
-    assert "not finite" in report.faults[0]
+    assert sum("not finite" in fault for fault in report.faults) == 28
+    assert len(report.faults) == 32
+    assert all("the continuation" in fault for fault in report.faults[28:])
     with pytest.raises(EvalError, match="baseline tiny is faulty"):
         make_baseline(scorer, tokenizer, target, data, tmp_path / "bad", settings=SETTINGS)
 

@@ -5,12 +5,12 @@ import pytest
 import yaml
 
 from evals.compare import refuse_incomparable
-from evals.data import shuffled
 from evals.errors import ComparisonError, PolicyError
 from evals.gate import EXIT_CODES, able_to_gate, judge, required_items, worst_flips
 from evals.policy import Policy, load_policy
 from evals.records import load_record, save_record
 from evals.report import Cell, EvalReport, Item, LatencySweep, Target, TextScore, Verdict
+from evals.sampling import shuffled
 
 BASE = Target(name="base", digest="b" * 64, numerics="cpu fp32", tokenizer_digest="t" * 64, template_sha256="c" * 64,
               bos=False)

@@ -1,17 +1,16 @@
 """The power table of the gate, with fewer draws than the benchmark, and the gate on real reports end to end."""
 
 import copy
-import importlib.util
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from evals.adapters import ModuleScorer
 from evals.errors import ComparisonError
 from evals.fidelity import EvalSettings, evaluate, make_baseline
 from evals.gate import Policy, judge, load_policy
+from evals.module import ModuleScorer
 from evals.target import describe
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,10 +18,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def gate_power():
-    spec = importlib.util.spec_from_file_location("gate_power", ROOT / "benchmarks" / "gate_power.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    from benchmarks import gate_power
+
+    return gate_power
 
 
 def test_power_table_holds(gate_power):
@@ -48,6 +46,24 @@ def test_simulated_counts_have_the_asked_loss_and_flips(gate_power):
     assert ((lost + gained)[:, 1] / 1600).mean() == pytest.approx(0.05, abs=5e-4)
     assert (right[:, 0] / 200).mean() == pytest.approx(0.70, abs=2e-3)
     assert (lost[:, 0] <= lost[:, 1]).all()
+
+
+def test_recorded_answers_are_drawn_as_they_are(gate_power):
+    base = "1" * 700 + "0" * 300
+    lost = "0" * 40 + base[40:]
+    swapped = "0" * 20 + base[20:-20] + "1" * 20
+    answers = gate_power.Answers(model="m", tasks=["t"], items=1000, variants={
+        "baseline": base, "again": base, "lost": lost, "swapped": swapped})
+    assert answers.chances("lost") == [0.04, 0.0, 0.66, 0.3]
+    assert answers.chances("swapped") == [0.02, 0.02, 0.68, 0.28]
+    cells = {cell.name.split(",")[0]: cell.value for cell in gate_power.real_cells(answers, 4000, 2.0, 0)}
+    assert cells["paired: real again: loss=0.00 flips=0.00%"] == 0.0
+    assert cells["paired items: real again: loss=0.00 flips=0.00%"] == 200
+    assert cells["paired: real lost: loss=4.00 flips=4.00%"] > 0.95
+    assert cells["paired: real swapped: loss=0.00 flips=4.00%"] < 0.01
+    for variants in ({"baseline": base}, {"baseline": base, "x": "01"}, {"baseline": base, "x": "2" * 1000}):
+        with pytest.raises(ValueError, match=r"baseline|0 or 1"):
+            gate_power.Answers(model="m", tasks=["t"], items=1000, variants=variants)
 
 
 def test_example_policy_is_the_demos():

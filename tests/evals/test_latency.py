@@ -12,11 +12,11 @@ from calib.errors import ArtifactError
 from engines.llm import LLM
 from engines.request import CompletionOutput, RequestOutput
 from evals import latency
-from evals.adapters import ModuleScorer
 from evals.errors import MeasureError
 from evals.fidelity import EvalSettings, evaluate, make_baseline
 from evals.latency import measure_cell, sweep
 from evals.memory import measure_peak, peak_during
+from evals.module import ModuleScorer
 from evals.records import load_record
 from evals.report import LatencySweep
 from evals.target import Generator, Scorer, describe

@@ -145,9 +145,10 @@ def test_workflow_runs_commands_that_exist():
     group = typer.main.get_command(app)
     for line in lines:
         command, words = group, shlex.split(line)[1:]
+        context = command.make_context("toolkit", words)
         while hasattr(command, "commands"):
-            command = command.commands[words.pop(0)]
-        command.make_context(command.name, words)
+            _, command, words = command.resolve_command(context, [*context._protected_args, *context.args])
+            context = command.make_context(command.name, words, parent=context)
 
 
 def test_the_guides_numbers_and_figure_are_the_codes():
