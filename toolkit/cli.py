@@ -35,6 +35,8 @@ from toolkit.commands import (
     releases,
     run,
     runs,
+    sensitivity,
+    serve,
     sweep,
     ui,
     verify,
@@ -47,8 +49,8 @@ _ROOMS = ("calib", "engines", "evals", "toolkit")
 app = typer.Typer(name="toolkit", no_args_is_help=True, add_completion=False, rich_markup_mode=None,
                   pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
                   help="Calibrate, build, judge, compare and release quantized LLM engines.")
-for module in (doctor, data, plan, quantize, build, inspect, verify, generate, evaluate, sweep, gate, run, runs,
-               publish, releases, jobs, ui):
+for module in (doctor, data, plan, sensitivity, quantize, build, inspect, verify, generate, serve, evaluate, sweep,
+               gate, run, runs, publish, releases, jobs, ui):
     module.register(app)
 
 # typer has carried its own copy of click since 0.29 and depended on click before: take the class from where it is

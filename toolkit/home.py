@@ -3,6 +3,7 @@
     <home>/models/<name>/             models fetched by ``data prepare``, Hugging Face layout
     <home>/data/{calibration,choose,evaluation}/
     <home>/artifacts/<kind>/<name>/   checkpoints, engines, reports, sweeps, verdicts made by jobs and by ``LLM``
+    <home>/answers/                   what unquantized models answered, kept item by item
     <home>/reports/<run>.html         static reports
     <home>/logs/                      tracebacks of unexpected errors
     <home>/toolkit.db                 the store
@@ -36,6 +37,11 @@ class Home:
     @property
     def data(self) -> Path:
         return self.path / "data"
+
+    @property
+    def answers(self) -> Path:
+        """The unquantized models' answers, item by item (``evals.fidelity``)."""
+        return self.path / "answers"
 
     @property
     def downloads(self) -> Path:

