@@ -95,8 +95,8 @@ def cell_of(point: Point, runs: Sequence[EndpointCell]) -> Cell:
     return Cell(
         mode="closed" if point.concurrency else "open", batch_size=point.concurrency or in_flight, n=len(runs),
         isl=max(1, round(isl or point.isl or 1)), osl=max(1, round(osl or point.osl or 1)),
-        request_rate=point.rate or middle(lambda run: run.request_rate)[0], ttft_ms=ttft, ttft_ms_spread=ttft_spread, tpot_ms=tpot,
-        tpot_ms_spread=tpot_spread, e2e_ms=middle(lambda run: run.e2e_ms.p50)[0],
+        request_rate=point.rate or middle(lambda run: run.request_rate)[0], ttft_ms=ttft, ttft_ms_spread=ttft_spread,
+        tpot_ms=tpot, tpot_ms_spread=tpot_spread, e2e_ms=middle(lambda run: run.e2e_ms.p50)[0],
         out_tok_s=middle(lambda run: run.out_tok_s)[0], total_tok_s=middle(lambda run: run.total_tok_s)[0],
         req_s=middle(lambda run: run.req_s)[0], goodput_req_s=middle(lambda run: run.goodput_req_s)[0],
         cached_share=middle(lambda run: run.cached_share)[0], invalid=reasons[0] if reasons else None)
