@@ -3,7 +3,7 @@
 The model is scored in memory in float32 on seeded questions of a prepared folder. ``again`` is the same model with
 other batch mates: what a machine's arithmetic alone changes. ``layer L noise s`` adds Gaussian noise of s times the
 weight's own standard deviation to every linear of decoder layer L: a damage whose size is known. ``gate_power`` runs
-the gates on these answers. Interrupted work goes on.
+the gates on these answers. lm-eval is not needed: prompts and rules are ``evals.asking``'s.
 Run: python -m benchmarks.gate_answers --model DIR --data DIR --items 800 --out docs/benchmarks/gate-answers.json
 """
 
@@ -11,19 +11,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from calib.artifact import write_atomic
 from calib.model import load_hf
-from calib.progress import Progress
 from calib.text import Tokenizer
-from evals.accuracy import answer
+from evals.asking import DELIMITER, by_context, choice_scores, context_of, decided_by_rule, split_tokens
 from evals.data import EvalData
+from evals.items import Question
 from evals.module import ModuleScorer
-from evals.sampling import shuffled
+from evals.sampling import sample
+from evals.target import checked_choices
 
 
 def damage(model: torch.nn.Module, layer: int, strength: float, seed: int = 0) -> None:
@@ -40,10 +42,34 @@ def damage(model: torch.nn.Module, layer: int, strength: float, seed: int = 0) -
         raise SystemExit(f"the model has no layer {layer} with linears")
 
 
-def record(model: Path, data: EvalData, tasks: list[str], items: int, layer: int, strengths: list[float], work: Path
+def right_answers(scorer: ModuleScorer, tokenizer: Tokenizer, questions: Sequence[Question], rules: Mapping[str, str],
+                  batch: int, name: str) -> str:
+    """A character a question: 1 where the choice with the highest score is the right one (``evals.asking``)."""
+    bits = ""
+    for begin in range(0, len(questions), batch):
+        print(f"\r{name}: {begin}/{len(questions)}", end="", flush=True)
+        asked = questions[begin:begin + batch]
+        split = {f"{i} {choice}": split_tokens(tokenizer, context_of(question), DELIMITER + question.choices[choice])
+                 for i, question in enumerate(asked) for choice in range(len(question.choices))}
+        groups = by_context(split)
+        scores = checked_choices(scorer, [(context, [ids for _, ids in each]) for context, each in groups])
+        sums = {key: float(score.logprobs.sum(dtype=np.float64)) for (_, each), own in zip(groups, scores, strict=True)
+                for (key, _), score in zip(each, own, strict=True)}
+        for i, question in enumerate(asked):
+            found = np.array([sums[f"{i} {choice}"] for choice in range(len(question.choices))])
+            best = int(choice_scores(found, question, rules[question.task]).argmax())
+            bits += str(int(best == question.answer))
+    print(f"\r{name}: {bits.count('1')} of {len(bits)} right")
+    return bits
+
+
+def record(model: Path, data: EvalData, tasks: list[str], items: int, layer: int, strengths: list[float], device: str
            ) -> dict[str, str]:
     """Right (1) or wrong (0) of every variant, a character an item, all in one shuffled order."""
     tokenizer = Tokenizer.open(model)
+    listed = [item for task in tasks for item in data.task(task) if isinstance(item, Question)]
+    questions = sample(listed, min(items, len(listed)), 0)
+    rules = {task: decided_by_rule(data.task(task)) for task in tasks}
     variants = {"baseline": (0.0, 64), "again": (0.0, 24)}
     variants |= {f"layer {layer} noise {strength:g}": (strength, 64) for strength in strengths}
     found = {}
@@ -51,14 +77,8 @@ def record(model: Path, data: EvalData, tasks: list[str], items: int, layer: int
         module = load_hf(model)
         if strength:
             damage(module, layer, strength)
-
-        def show(event: Progress, name: str = name) -> None:
-            print(f"\r{name}: {event.done}/{event.total}", end="", flush=True)
-
-        answered = answer(ModuleScorer(module, tokenizer), tokenizer, data, tasks, limit=items // len(tasks), seed=0,
-                          scratch=work / name.replace(" ", "-"), key=f"{name} {model.name}", batch=batch, report=show)
-        found[name] = "".join(str(int(item.correct)) for item in shuffled(answered, 0))
-        print(f"\r{name}: {found[name].count('1')} of {len(found[name])} right")
+        found[name] = right_answers(ModuleScorer(module.to(device), tokenizer), tokenizer, questions, rules, batch,
+                                    name)
     return found
 
 
@@ -70,14 +90,14 @@ def main() -> None:
     parser.add_argument("--items", type=int, default=800)
     parser.add_argument("--layer", type=int, default=15)
     parser.add_argument("--noise", default="0.1,0.2,0.4", help="standard deviations of the weights, comma-separated")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    tasks, work = arguments.tasks.split(","), arguments.out.with_name(f".{arguments.out.name}.work")
+    tasks = arguments.tasks.split(",")
     found = record(arguments.model, EvalData.load(arguments.data), tasks, arguments.items, arguments.layer,
-                   [float(part) for part in arguments.noise.split(",")], work)
+                   [float(part) for part in arguments.noise.split(",")], arguments.device)
     document = {"model": arguments.model.name, "tasks": tasks, "items": len(found["baseline"]), "variants": found}
     write_atomic(arguments.out, json.dumps(document, indent=1).encode())
-    shutil.rmtree(work)
 
 
 if __name__ == "__main__":

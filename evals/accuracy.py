@@ -39,7 +39,16 @@ from calib.errors import UnknownNameError
 from calib.progress import Progress, Report, silent
 from calib.text import Tokenizer
 from engines.request import SamplingParams
-from evals.asking import by_context, chunks, prompt_hash, split_tokens, summed
+from evals.asking import (
+    DELIMITER,
+    by_context,
+    choice_scores,
+    chunks,
+    decided_by_rule,
+    prompt_hash,
+    split_tokens,
+    summed,
+)
 from evals.data import EvalData
 from evals.errors import EvalError
 from evals.exact import answer_exactly
@@ -51,7 +60,6 @@ from evals.statistics import wilson
 from evals.target import Generator, Scorer, checked_choices
 
 PROMPT = "Question: {{question}}\nAnswer:"
-DELIMITER = " "
 
 #: What must be equal before two sets of answers may be compared.
 HARNESS = {"lm_eval": version("lm_eval"), "prompt": PROMPT, "delimiter": DELIMITER,
@@ -160,7 +168,7 @@ def answer(target: Scorer, tokenizer: Tokenizer, data: EvalData, tasks: Sequence
 def _multiple_choice(model: HarnessModel, tokenizer: Tokenizer, data: EvalData, questions: Sequence[Question],
                      place: Path) -> list[Item]:
     tasks = list(dict.fromkeys(question.task for question in questions))
-    decided_by = {task: _decided_by(data.task(task)) for task in tasks}
+    decided_by = {task: decided_by_rule(data.task(task)) for task in tasks}
     _write_tasks(place, questions)
     with _quiet():
         manager = TaskManager(include_path=str(place), include_defaults=False)
@@ -170,11 +178,6 @@ def _multiple_choice(model: HarnessModel, tokenizer: Tokenizer, data: EvalData, 
     logged = {(task, row["doc"]["id"]): row for task in tasks for row in results["samples"][task]}
     return [_item(question, logged[question.task, question.id], decided_by[question.task], tokenizer)
             for question in questions]
-
-
-def _decided_by(questions: Sequence[Asked]) -> str:
-    choices = {frozenset(question.choices) for question in questions if isinstance(question, Question)}
-    return "acc" if len(choices) == 1 else "acc_norm"
 
 
 def _write_tasks(place: Path, questions: Sequence[Question]) -> None:
@@ -220,8 +223,7 @@ def _item(question: Question, row: Mapping[str, Any], decided_by: str, tokenizer
         raise EvalError(f"lm-eval read question {question.id[:12]} of {question.task} as {doc['question']!r}",
                         "A column was taken for dates or numbers; write its values as plain text.")
     sums = np.array([response[0] for response in row["filtered_resps"]], dtype=np.float64)
-    lengths = np.array([len(choice) for choice in question.choices]) if decided_by == "acc_norm" else 1.0
-    scores = sums / lengths
+    scores = choice_scores(sums, question, decided_by)
     broken = not np.isfinite(scores).all()
     choice = int(np.argmax(scores))
     margin = None if broken else float(scores[question.answer] - np.delete(scores, question.answer).max())

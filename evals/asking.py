@@ -18,6 +18,27 @@ from calib.artifact import canonical_json, sha256_hex
 from calib.text import Tokenizer
 from engines.request import PromptScore
 from evals.errors import EvalError
+from evals.items import Asked, Question
+
+#: Stands between a question and each of its choices.
+DELIMITER = " "
+
+
+def context_of(question: Question) -> str:
+    """What a multiple-choice question's choices continue; ``evals.accuracy.PROMPT`` is the same for the harness."""
+    return f"Question: {question.question}\nAnswer:"
+
+
+def decided_by_rule(questions: Sequence[Asked]) -> str:
+    """``acc`` (the plain sum) where all questions share one set of choices, else ``acc_norm`` (per character)."""
+    choices = {frozenset(question.choices) for question in questions if isinstance(question, Question)}
+    return "acc" if len(choices) == 1 else "acc_norm"
+
+
+def choice_scores(sums: np.ndarray, question: Question, rule: str) -> np.ndarray:
+    """float64 [choices] from summed log-probabilities; the largest is the answer."""
+    lengths = np.array([len(choice) for choice in question.choices]) if rule == "acc_norm" else 1.0
+    return sums / lengths
 
 
 def split_tokens(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[list[int], int]:
