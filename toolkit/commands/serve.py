@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from toolkit.options import KvCache, RefArgument
 from toolkit.session import Session, verb
+
+if TYPE_CHECKING:
+    from toolkit.job import EngineJob
+    from toolkit.store import RunStore
 
 
 def register(app: typer.Typer) -> None:
@@ -39,17 +43,17 @@ def register(app: typer.Typer) -> None:
         import sys
 
         from toolkit.job import EngineJob
-        from toolkit.making import engine_of
+        from toolkit.refs import resolve
         from toolkit.serve.options import ServeOptions, read_keys
         from toolkit.serve.server import serve as run
-        from toolkit.stages import Workshop
         from toolkit.store import RunStore
 
         logging.basicConfig(level=logging.INFO, stream=sys.stderr,
                             format="%(asctime)s server %(levelname)s %(message)s")
         wanted = EngineJob(recipe=recipe or "bf16", kv_cache=kv_cache or "bf16") if recipe or kv_cache else None
-        with RunStore(session.home.store) as store, session.watch() as watch:
-            engine = engine_of(Workshop(session.home, store, watch, session.offline), ref, wanted).path
+        with RunStore(session.home.store) as store:
+            found = resolve(ref, session.home, store, offline=session.offline)
+            engine = found.path if found.kind == "engine" and wanted is None else _made(session, store, ref, wanted)
         options = ServeOptions(
             host=host, port=port, model=model_id or _model_id(ref), keys=read_keys(api_keys) if api_keys else (),
             allowed_hosts=tuple(allow_host or ()), max_queue=max_queue, request_timeout_s=request_timeout,
@@ -63,6 +67,15 @@ def register(app: typer.Typer) -> None:
                          f"{options.model} ({info['recipe']}, kv {info['kv_cache']}, {info['device']}) at {url}/v1")
             sys.stdout.flush()
         asyncio.run(run(engine, options, on_ready))
+
+
+def _made(session: Session, store: RunStore, ref: str, wanted: EngineJob | None) -> Path:
+    """The engine that is made of a model or checkpoint, once."""
+    from toolkit.making import engine_of
+    from toolkit.stages import Workshop
+
+    with session.watch() as watch:
+        return engine_of(Workshop(session.home, store, watch, session.offline), ref, wanted).path
 
 
 def _model_id(ref: str) -> str:

@@ -52,7 +52,7 @@ def make_app(service: Service, cut: Cut) -> FastAPI:
 
 def _refuser(why: str) -> Callable[[], Coroutine[Any, Any, Response]]:
     async def refuse() -> Response:
-        return error_answer(ApiError(501, f"not supported here: {why}", code="not_supported"))
+        raise ApiError(501, f"not supported here: {why}", code="not_supported")
     return refuse
 
 

@@ -1,0 +1,176 @@
+"""Clients that leave, engines that hang or die, servers that are told to stop."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import threading
+import time
+
+import httpx
+import pytest
+
+LONG = {"model": "tiny", "prompt": "go on", "max_tokens": 900, "temperature": 0, "ignore_eos": True}
+
+
+def until(condition, seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def idle(server) -> bool:
+    return server.metric("toolkit_kv_blocks", '{state="used"}') == 0 and server.metric("toolkit_requests_running") == 0
+
+
+def events_of(response: httpx.Response) -> list[str]:
+    return [line.removeprefix("data: ") for line in response.iter_lines() if line]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_its_blocks(server, stream: bool) -> None:
+    host, port = server.url.removeprefix("http://").rsplit(":", 1)
+    dropped = server.metric("toolkit_dropped_total")
+    body = json.dumps(LONG | {"stream": stream, "n": 3}).encode()
+    with socket.create_connection((host, int(port))) as end:
+        end.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+                    b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        until(lambda: server.metric("toolkit_requests_running") == 3)
+        steps = server.metric("toolkit_steps_total")
+    until(lambda: idle(server))
+    assert server.metric("toolkit_steps_total") - steps < 850, "it was generated to the end"
+    assert server.metric("toolkit_dropped_total") == dropped + 1
+
+
+def test_closing_an_iterator_is_an_abort(server) -> None:
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=LONG | {"stream": True}, timeout=30) as response:
+        next(response.iter_lines())
+    until(lambda: idle(server))
+
+
+def test_a_request_that_takes_too_long_is_504_or_a_last_event(serve) -> None:
+    server = serve("--request-timeout", "0.2")
+    found = httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=30)
+    assert (found.status_code, found.json()["error"]["code"]) == (504, "deadline")
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=LONG | {"stream": True}, timeout=30) as response:
+        *_, last, done = events_of(response)
+    assert (json.loads(last)["error"]["code"], done) == ("deadline", "[DONE]")
+    until(lambda: idle(server))
+    assert server.stop() == 0
+
+
+def test_a_hanging_engine_fails_its_requests_turns_health_and_recovers(serve) -> None:
+    server = serve("--watchdog", "1.0")
+    engine = server.engine_process
+    answers = []
+    asking = threading.Thread(target=lambda: answers.append(httpx.post(f"{server.url}/v1/completions", json=LONG,
+                                                                       timeout=60)))
+    asking.start()
+    until(lambda: server.metric("toolkit_requests_running") == 1)
+    os.kill(engine, signal.SIGSTOP)
+    try:
+        asking.join(30)
+        assert answers[0].status_code == 503
+        assert "no step" in answers[0].json()["error"]["message"]
+        for path in ("/health", "/v1/health/ready", "/v2/health/ready"):
+            assert httpx.get(server.url + path).status_code == 503
+        assert httpx.get(f"{server.url}/v1/health/live").status_code == 200
+        assert httpx.post(f"{server.url}/v1/completions", json=LONG).status_code == 503
+        assert server.metric("toolkit_engine_up") == 0
+    finally:
+        os.kill(engine, signal.SIGCONT)
+    until(lambda: httpx.get(f"{server.url}/health").status_code == 200)
+    assert httpx.post(f"{server.url}/v1/completions", json=LONG | {"max_tokens": 3}, timeout=60).status_code == 200
+    until(lambda: idle(server))
+    log = "".join(server.log)
+    assert "has made no step" in log
+    assert "engine state" in log
+    assert "Current thread" in log or "Thread 0x" in log, "no stacks were dumped"
+    assert server.stop() == 0
+
+
+def test_a_killed_engine_fails_its_requests_and_ends_the_server(serve) -> None:
+    server = serve()
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=LONG | {"stream": True}, timeout=30) as response:
+        lines = response.iter_lines()
+        next(lines)
+        os.kill(server.engine_process, signal.SIGKILL)
+        rest = [line.removeprefix("data: ") for line in lines if line]
+    assert json.loads(rest[-2])["error"]["code"] == "unavailable"
+    assert rest[-1] == "[DONE]"
+    assert server.process.wait(20) == 4
+    assert "ended while serving" in json.loads(server.process.stdout.read())["error"]["message"]
+
+
+def test_sigterm_lets_requests_finish_closes_the_port_and_exits_0(serve) -> None:
+    server = serve("--drain", "60")
+    answers = []
+    asking = threading.Thread(target=lambda: answers.append(httpx.post(
+        f"{server.url}/v1/completions", json=LONG | {"max_tokens": 300}, timeout=60)))
+    asking.start()
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=LONG | {"stream": True, "max_tokens": 300},
+                      timeout=60) as response:
+        lines = response.iter_lines()
+        next(lines)
+        until(lambda: server.metric("toolkit_requests_running") == 2)
+        server.process.send_signal(signal.SIGTERM)
+        until(lambda: refused(server))
+        rest = [line.removeprefix("data: ") for line in lines if line]
+    assert json.loads(rest[-2])["choices"][0]["finish_reason"] == "length"
+    assert rest[-1] == "[DONE]"
+    asking.join(60)
+    assert answers[0].json()["usage"]["completion_tokens"] == 300
+    assert server.process.wait(30) == 0
+    assert "Traceback" not in "".join(server.log)
+
+
+def refused(server) -> bool:
+    host, port = server.url.removeprefix("http://").rsplit(":", 1)
+    try:
+        socket.create_connection((host, int(port)), timeout=1).close()
+    except ConnectionRefusedError:
+        return True
+    return False
+
+
+def test_a_drain_that_is_over_ends_streams_with_a_last_event(serve) -> None:
+    server = serve("--drain", "0.2")
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=LONG | {"stream": True, "n": 8}, timeout=60
+                      ) as response:
+        lines = response.iter_lines()
+        next(lines)
+        server.process.send_signal(signal.SIGTERM)
+        rest = [line.removeprefix("data: ") for line in lines if line]
+    assert json.loads(rest[-2])["error"]["message"] == "the server is shutting down"
+    assert rest[-1] == "[DONE]"
+    assert server.process.wait(30) == 0
+
+
+def test_a_server_that_was_killed_can_be_started_again_on_its_port(serve) -> None:
+    first = serve()
+    port = first.url.rsplit(":", 1)[1]
+    engine = first.engine_process
+    first.process.kill()
+    first.process.wait(10)
+    until(lambda: not os.path.exists(f"/proc/{engine}") or state_of(engine) == "Z")
+    again = serve("--port", port)
+    assert again.url == first.url
+    assert httpx.post(f"{again.url}/v1/completions", json=LONG | {"max_tokens": 2}, timeout=60).status_code == 200
+    assert again.stop() == 0
+
+
+def state_of(process: int) -> str:
+    try:
+        with open(f"/proc/{process}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0]
+    except OSError:
+        return "Z"
+
+
+def test_a_port_that_is_taken_is_one_sentence(serve, server) -> None:
+    second = serve("--port", server.url.rsplit(":", 1)[1])
+    assert "cannot be listened on" in second.info["error"]["message"]
+    assert second.process.wait(20) == 2
