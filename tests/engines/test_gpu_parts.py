@@ -25,9 +25,10 @@ from engines.errors import EngineError
 from engines.kernels.impl import KernelConfig
 from engines.models.decoder import ModelFacts, RopeFacts, decoder_program
 from engines.plan import EngineSpec, fused_program, linear_shape
-from engines.program import AddNorm, Program, reads, writes
+from engines.program import AddNorm, Attention, Program, RopeKV, reads, writes
 from engines.request import SamplingParams
 from engines.runtime.cuda.graphs import decode_sizes, keys, smallest
+from engines.runtime.cuda.ops import attention_groups, fences
 from engines.runtime.cuda.record import HostRecord, Layout, RowWriter, Slots
 from engines.runtime.sequence import Sequence
 
@@ -87,6 +88,27 @@ def test_no_two_live_values_share_a_buffer(scheme: Scheme | None) -> None:
             if value.scales is not None:
                 owner[value.scales] = name
     assert len(assignment.bytes_per_token) <= 8, "layers are alike: their buffers must be the same"
+
+
+@pytest.mark.parametrize("scheme", [None, FP8, INT4], ids=["bf16", "fp8", "int4"])
+def test_a_fused_attention_writes_into_nothing_it_reads(scheme: Scheme | None) -> None:
+    """One kernel reads the qkv rows (and, with prefill rows beside it, q) and writes what its Quantize would."""
+    program = program_for(scheme)
+    values = assign(program).values
+    groups = [group for group in attention_groups(program.ops) if isinstance(group.op, Attention)]
+    assert len(groups) == 3
+    for group in groups:
+        assert group.rope is not None
+        target = group.op.out if group.quant is None else group.quant.out
+        read = {values[group.rope.qkv].buffer, values[group.rope.out].buffer}
+        assert not read & {values[target].buffer, values[target].scales}
+
+
+def test_the_norm_before_a_qkv_linear_is_the_fence() -> None:
+    ops = program_for(None).ops
+    fenced = fences(ops)
+    assert len(fenced) == 3, "one a layer"
+    assert set(fenced.values()) == {op.qkv for op in ops if isinstance(op, RopeKV)}
 
 
 def test_layers_need_no_more_buffers_than_one() -> None:

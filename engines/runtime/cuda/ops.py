@@ -104,7 +104,7 @@ class Binder:
             op.out: op.quant for op in plan.program.ops
             if isinstance(op, RMSNorm | AddNorm | GatedSilu | Quantize) and op.quant is not None}
         self.scale = 1.0 / math.sqrt(plan.model.head_dim)
-        self._fences = _fences(plan.program.ops)
+        self._fences = fences(plan.program.ops)
         self._binders: dict[type, Callable[[Any], Run]] = {
             Embed: self._embed, RMSNorm: self._norm, AddNorm: self._norm, Linear: self._linear, RopeKV: self._rope_kv,
             Quantize: self._quantize, GatedSilu: self._silu}
@@ -112,7 +112,7 @@ class Binder:
     def bind(self, ops: Sequence[Op]) -> list[Bound]:
         """The functions of a Program's body, in order."""
         bound: list[Bound] = []
-        for group in _groups(ops):
+        for group in attention_groups(ops):
             op = group.op
             if isinstance(op, Attention):
                 run = self._attention(op, group.rope, group.quant)
@@ -284,7 +284,7 @@ def void(_: object) -> None:
     """For lambdas whose value nobody reads."""
 
 
-def _fences(ops: Sequence[Op]) -> dict[str, str]:
+def fences(ops: Sequence[Op]) -> dict[str, str]:
     """Norms that a qkv linear reads directly: the norm's output -> the qkv rows that a RoPE takes from there."""
     norms = {op.out for op in ops if isinstance(op, RMSNorm | AddNorm)}
     rotated = {op.qkv for op in ops if isinstance(op, RopeKV)}
@@ -292,7 +292,7 @@ def _fences(ops: Sequence[Op]) -> dict[str, str]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
+class Group:
     """An Op, and what an attention takes in beside itself."""
 
     op: Op
@@ -300,7 +300,7 @@ class _Group:
     quant: Quantize | None = None
 
 
-def _groups(ops: Sequence[Op]) -> Iterator[_Group]:
+def attention_groups(ops: Sequence[Op]) -> Iterator[Group]:
     """Each Op; an attention together with the RopeKV before it and the Quantize after it that only concern it."""
     readers: dict[str, int] = {}
     for op in ops:
@@ -317,4 +317,4 @@ def _groups(ops: Sequence[Op]) -> Iterator[_Group]:
         if isinstance(op, Attention) and rest and isinstance(rest[0], Quantize) and (
                 rest[0].x == op.out and readers[op.out] == 1):
             quant = rest.pop(0)  # type: ignore[assignment]
-        yield _Group(op, rope, quant)
+        yield Group(op, rope, quant)
