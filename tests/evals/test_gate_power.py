@@ -66,6 +66,21 @@ def test_recorded_answers_are_drawn_as_they_are(gate_power):
             gate_power.Answers(model="m", tasks=["t"], items=1000, variants=variants)
 
 
+def test_the_guides_real_table_is_what_the_recorded_answers_give(gate_power):
+    answers = gate_power.Answers.model_validate_json((ROOT / "docs" / "benchmarks" / "gate-answers.json").read_bytes())
+    assert answers.items == 3194
+    cells = {cell.name.split(": ")[0] + ": " + cell.name.split(": ")[1]: cell.value
+             for cell in gate_power.real_cells(answers, 20_000, 2.0, 0) if "n=1600" not in cell.name}
+    guide = (ROOT / "docs" / "gate.md").read_text()
+    for title, name in (("none, other batches", "again"), *((f"noise {s}", f"layer 15 noise {s}")
+                                                           for s in (0.2, 0.3, 0.5, 0.8))):
+        row = [part.strip(" %") for part in guide.split(f"| {title} |")[1].split("\n")[0].strip("| ").split("|")]
+        lost, gained, *_ = answers.chances(name)
+        assert (float(row[0]), float(row[1])) == (round(100 * (lost - gained), 2), round(100 * (lost + gained), 1))
+        for rule, shown in zip(("paired", "TensorRT-LLM", "vLLM Wilson", "MLPerf 99%"), row[2:], strict=True):
+            assert cells[f"{rule}: real {name}"] == pytest.approx(float(shown), abs=0.015)
+
+
 def test_example_policy_is_the_demos():
     policy = load_policy(ROOT / "examples" / "policy.yaml")
     assert (policy.name, policy.delta_nll.margin, policy.accuracy) == ("demo", 0.05, None)
