@@ -82,7 +82,8 @@ def tiny_engine(tmp_path_factory) -> Path:
     work = tmp_path_factory.mktemp("served")
     folder = tiny_llama(work / "model", max_position_embeddings=2048)
     config = folder / "tokenizer_config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"chat_template": TEMPLATE}))
+    config.write_text(json.dumps(json.loads(config.read_text()) | {
+        "chat_template": TEMPLATE, "tokenizer_class": "PreTrainedTokenizerFast"}))
     spec = EngineSpec(tune="none", max_seq_len=1024, max_batch_size=8, max_num_tokens=128)
     build(QuantizedCheckpoint.open(folder), spec, work / "engine")
     return work / "engine"

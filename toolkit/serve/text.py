@@ -100,8 +100,11 @@ class Texts:
     def _tops(self, token: int, logprob: list[Any], top: int) -> dict[str, float]:
         """The best tokens by name; the chosen one is always among them."""
         value, best = logprob
-        named = {self.token_text(index): finite(its) for index, its in best[:top]}
-        return named | {self.token_text(token): finite(value)}
+        named: dict[str, float] = {}
+        for index, its in ((token, value), *best[:top]):
+            name = self.token_text(index)
+            named[name] = max(finite(its), named.get(name, _LEAST))  # (two tokens may have one name)
+        return named
 
 
 def finite(value: float) -> float:
