@@ -24,7 +24,6 @@ from engines.request import CompletionOutput, PromptScore, RequestOutput, Sampli
 from engines.runtime.choices import Choices
 from engines.runtime.loop import Loop, Runner, TokenEvent
 from engines.runtime.memory import MemoryWatch
-from engines.runtime.native import open_cpu
 from engines.runtime.runner import CpuRunner
 
 if TYPE_CHECKING:
@@ -54,6 +53,8 @@ class LLM:
             self._gpu = GpuEngine(self.engine)
             runner, limits = self._gpu.runner, self._gpu.limits
         else:
+            from engines.runtime.native import open_cpu  # Numba is not needed on a GPU machine
+
             with torch.inference_mode():
                 runner = CpuRunner(open_cpu(plan, self.engine.weights()), limits.block_size)
         self._loop: Loop | None = Loop(runner, self.tokenizer, limits, plan.model.vocab_size,

@@ -14,13 +14,15 @@ from typing import Any, Literal
 from pydantic import Field
 
 from calib.scheme import Frozen, Grid, Scheme
+from engines.build import compiled_cpu
 from engines.build.fuse import FusionStep, fuse
 from engines.device import Device
 from engines.errors import EngineError
+from engines.kernels.cpu.native.grids import NAME, bits
 from engines.models.decoder import ActivationKeys, ModelFacts, decoder_program
 from engines.models.llama import model_facts
 from engines.parallel.mesh import Mesh
-from engines.program import Linear, Program
+from engines.program import Linear, Program, linear_shape
 
 #: Bytes of KV cache on a CPU when no memory cap is given. Only what tokens fill is ever touched.
 DEFAULT_KV_BYTES = 2 * 1024**3
@@ -105,11 +107,6 @@ class Plan(Frozen):
         raise EngineError(f"the plan has no kernel for a linear {shape}", "Build the engine again.")
 
 
-def linear_shape(op: Linear) -> str:
-    """The key of a linear in the KernelTable and in the tuning cache."""
-    return f"n={op.n} k={op.k} weight={op.weight} activation={op.activation or '16-bit'}"
-
-
 def kv_bytes_per_token(facts: ModelFacts, kv: Grid) -> int:
     """Bytes that one token takes in all layers: float32 unless the cache is fp8."""
     return 2 * facts.num_layers * facts.num_kv_heads * facts.head_dim * (1 if kv.quantized else 4)
@@ -120,9 +117,6 @@ def check_spec(spec: EngineSpec, schemes: Mapping[str, Scheme], kv: Grid) -> Non
     Mesh.single(spec.tp, spec.pp)
     if spec.compute_dtype == "bf16":
         raise EngineError("compute_dtype bf16 is emulated on this CPU and slower than fp32", "Use fp32.")
-    if spec.deterministic:
-        raise EngineError("deterministic: no bitwise row-invariant operator set exists for cpu",
-                          "Leave it out; rows agree across batches within 1e-5 of the largest logit.")
     if kv.quantized and (kv.dtype != "fp8_e4m3" or kv.granularity.kind != "tensor" or kv.dynamic):
         raise EngineError(f"a KV cache on {kv} has no operator on cpu", "Use kv_cache bf16 or static fp8.")
     for module, scheme in schemes.items():
@@ -139,6 +133,8 @@ def _activation_supported(grid: Grid) -> bool:
 
 def _weight_bytes(program: Program, impls: Mapping[str, str]) -> int:
     """Bytes of the linears in the operators' own layouts (fbgemm's tiles are 512 inputs deep)."""
+    if set(impls.values()) == {NAME}:
+        return int(sum(op.n * op.k * bits(op.weight, op.activation) / 8 for op in program.linears()))
     layouts = {"float": (32, 1), "half": (16, 512), "split": (8, 512), "int_mm": (8, 1), "int4pack": (4, 1)}
     total = 0
     for op in program.linears():
@@ -188,9 +184,13 @@ def make_plan(config: Mapping[str, Any], schemes: Mapping[str, Scheme], kv: Grid
     impls = {choice.shape: choice.impl for choice in kernels if choice.op == "linear"}
     limits, memory = _limits(spec, facts, kv, _weight_bytes(program, impls))
     others = sorted({op.op for op in program.ops} - {"linear"})
-    table = (*kernels, *(KernelChoice(op=name, shape="any", max_tokens=spec.max_num_tokens, impl="torch")
-                         for name in others))
+    compiled = set(impls.values()) == {NAME}
+    if spec.deterministic and not compiled:
+        raise EngineError(f"deterministic: {compiled_cpu.refuses(program) or 'torch operators were chosen'}",
+                          "Leave it out; rows agree across batches within 1e-5 of the largest logit.")
+    table = (*kernels, *(KernelChoice(op=name, shape="any", max_tokens=spec.max_num_tokens,
+                                      impl="compiled" if compiled else "torch") for name in others))
     return Plan(device=device, model=facts, program=program, fusions=fusions, ops_unfused=len(unfused.ops),
                 kernels=table, limits=limits, memory=memory, kv=kv, compute_dtype="fp32",
-                deterministic=False, tp=spec.tp, pp=spec.pp)
+                deterministic=spec.deterministic, tp=spec.tp, pp=spec.pp)
 

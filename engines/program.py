@@ -88,6 +88,11 @@ class Linear(Frozen):
         return sum(self.rows)
 
 
+def linear_shape(op: Linear) -> str:
+    """The key of a linear in the KernelTable and in the tuning cache."""
+    return f"n={op.n} k={op.k} weight={op.weight} activation={op.activation or '16-bit'}"
+
+
 class Split(Frozen):
     """outs = x cut along its width at ``widths``."""
 

@@ -20,7 +20,6 @@ from calib.artifact import ArtifactWriter
 from calib.progress import Progress, Report, silent
 from calib.scheme import Frozen, Grid, Scheme
 from calib.text import Tokenizer, check_vocabulary
-from engines.build.tune import tune
 from engines.build.weights import Pack, activation_keys, pack_portable, write_weights
 from engines.device import Device, detect
 from engines.engine import FORMAT, KIND, TIMINGS, TOKENIZER, Engine, EngineRecord
@@ -74,12 +73,15 @@ def plan_for(checkpoint: Source, spec: EngineSpec, tuning: Path | None = None, r
     facts, _, program, _ = fused_program(checkpoint.config, checkpoint.schemes, keys)
     check_vocabulary(checkpoint.tokenizer(), facts.vocab_size)
     if device.runs_triton:
-        # Here and below: Triton is an optional dependency, so what imports it is imported where a GPU is asked for.
+        # Here and below: Triton and Numba are each imported where their device is asked for; neither is needed for the
+        # other, and a GPU machine may have no Numba.
         from engines.build.choose_gpu import choose_gpu
 
         return choose_gpu(checkpoint.config, checkpoint.schemes, checkpoint.kv, spec, device, keys, tuning, report)
+    from engines.build.tune import tune
+
     check_spec(spec, checkpoint.schemes, checkpoint.kv)
-    kernels, timings = tune(program, device, spec.tune, spec.max_num_tokens, tuning, report)
+    kernels, timings = tune(program, device, spec.tune, spec.max_num_tokens, tuning, report, spec.deterministic)
     plan = make_plan(checkpoint.config, checkpoint.schemes, checkpoint.kv, spec, device, keys, kernels)
     return plan, tuple(timings)
 

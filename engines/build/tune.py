@@ -3,11 +3,18 @@
 The best CPU operator depends on the processor far more than on the model: with VNNI ``int_mm`` is the fastest int8
 form, without it it is a reference loop 50 times slower than ``split``. So every operator that can run a linear of a
 given shape is prepared on random codes and timed at the step sizes that matter (one token, a small batch, a prefill
-chunk), candidates interleaved so that a busy machine disturbs all alike, the best of several runs each. The choice
+chunk), over several copies of the weight in turn, so that it comes from memory as it does in a model, candidates
+interleaved so
+that a busy machine disturbs all alike, the best of several runs each. The choice
 minimises the sum over step sizes of time / best time there, decode sizes counting double; *one* operator is chosen for
 all step sizes, so that a row's operator never depends on its batch mates. A smaller layout wins ties within 3 %.
 
-``tune`` none takes the first operator that can run the linear; quick and full differ in how long each is timed. The
+The compiled step (``kernels/cpu/native``) is one more candidate, ``tiles``, chosen for all linears of a program or for
+none (``compiled_cpu.py``).
+
+``tune`` none takes ``tiles`` where the program has a compiled form, else the first operator that can run the linear.
+quick takes the same, and times ``tiles`` for the record; without a compiled form it times the operators. full times all
+of them, each for longer, and decides by the times. The
 cache is one JSON file a device and torch version; a shape that is in it is never timed again, which makes builds
 repeatable.
 """
@@ -26,10 +33,13 @@ from pydantic import TypeAdapter, ValidationError
 from calib.artifact import sha256_hex, write_atomic
 from calib.progress import Progress, Report
 from calib.scheme import Frozen
+from engines.build import compiled_cpu
 from engines.device import Device
 from engines.errors import EngineError
 from engines.kernels.cpu.disk import Stored, pack
 from engines.kernels.cpu.linear import LinearOperator, Rows, choices
+from engines.kernels.cpu.native import operator
+from engines.kernels.cpu.native.grids import NAME
 from engines.kernels.cpu.rows import (
     quantize_fp8_static,
     quantize_fp8_token,
@@ -42,13 +52,18 @@ from engines.program import Linear, Program
 #: Tokens a step -> weight in the score.
 STEPS: dict[int, float] = {1: 2.0, 8: 2.0, 64: 1.0}
 SECONDS = {"quick": 0.06, "full": 0.6}
+#: Copies of a weight that are timed in turn: enough to leave the caches, few enough to be made quickly.
+_COLD_BYTES, _MOST_COPIES = 32 << 20, 12
 _TIE = 1.03
 _LOUD_EVERY, _LOUDNESS = 64, 8.0
-_ORDER_OF_SIZE = ("int4pack", "split", "int_mm", "half", "float")
+_ORDER_OF_SIZE = (NAME, "int4pack", "split", "int_mm", "half", "float")
 
 
 class Timing(Frozen):
-    """Evidence: the chosen operator of a shape, and every candidate's best milliseconds by tokens a step."""
+    """Evidence: every candidate's best milliseconds by tokens a step.
+
+    ``impl`` is the best one that is not ``tiles``, and ``tiles`` where nothing else was timed.
+    """
 
     shape: str
     impl: str
@@ -134,20 +149,31 @@ def _choose(times: dict[str, dict[int, float]]) -> list[str]:
     return [winner, *(name for name in ranked if name != winner)]
 
 
-def time_linear(op: Linear, operators: Sequence[LinearOperator], seconds: float) -> Timing:
-    """Time every operator on a linear of this shape and choose one."""
+def time_linear(op: Linear, operators: Sequence[LinearOperator], seconds: float, compiled: bool = False) -> Timing:
+    """Time every operator on a linear of this shape, and the compiled one beside them; choose among the operators."""
     stored = _random_stored(op, 0)
-    times: dict[str, dict[int, float]] = {operator.name: {} for operator in operators}
+    copies = max(1, min(_MOST_COPIES, _COLD_BYTES // (op.n * op.k)))
     with torch.inference_mode():
-        prepared = {operator.name: operator.prepare(stored) for operator in operators}
+        prepared = {each.name: _in_turn([each.prepare(stored) for _ in range(copies)]) for each in operators}
+        if compiled:
+            prepared[NAME] = operator.prepare(stored, op.activation, copies=copies)
+        times: dict[str, dict[int, float]] = {name: {} for name in prepared}
         for step in STEPS:
             rows = _rows(op, step)
             runs = {name: _bound(run, rows) for name, run in prepared.items()}
             for name, milliseconds in _race(runs, seconds).items():
-                times[name][step] = round(milliseconds, 5)
-    ranked = _choose(times)
+                times[name][step] = round(milliseconds / copies, 5)
+    ranked = _choose({name: row for name, row in times.items() if name != NAME} or times)
     return Timing(shape=linear_shape(op), impl=ranked[0], runner_up=ranked[1] if len(ranked) > 1 else None,
                   milliseconds=times)
+
+
+def _in_turn(runs: Sequence[Callable[[Rows], torch.Tensor]]) -> Callable[[Rows], torch.Tensor]:
+    def run(rows: Rows) -> torch.Tensor:
+        for one in runs:
+            out = one(rows)
+        return out
+    return run
 
 
 def _bound(run: Callable[[Rows], torch.Tensor], rows: Rows) -> Callable[[], object]:
@@ -155,30 +181,45 @@ def _bound(run: Callable[[Rows], torch.Tensor], rows: Rows) -> Callable[[], obje
 
 
 def tune(program: Program, device: Device, mode: Literal["none", "quick", "full"], max_num_tokens: int,
-         cache: Path | None, report: Report) -> tuple[list[KernelChoice], list[Timing]]:
+         cache: Path | None, report: Report, deterministic: bool = False
+         ) -> tuple[list[KernelChoice], list[Timing]]:
     """The choice for every distinct linear of a program, and the timings behind it (none for mode none).
 
-    ``cache`` is the folder of tuning caches; entries for this device are used and new ones added.
+    ``deterministic`` takes the compiled step, whatever its time. ``cache`` is the folder of tuning caches; entries for
+    this device are used and new ones added.
     """
     distinct = {linear_shape(op): op for op in program.linears()}
     path = None if cache is None else cache_file(cache, device)
     known = {} if path is None or mode == "none" else read_cache(path)
-    picked: list[KernelChoice] = []
+    compiled = compiled_cpu.refuses(program) is None
+    picked: dict[str, str] = {}
     timings: list[Timing] = []
     for done, (shape, op) in enumerate(distinct.items()):
         report(Progress("tune", done, len(distinct), "shape", shape))
         operators = choices(op.weight, op.activation, op.n, op.k)
-        impl = operators[0].name
+        picked[shape] = NAME if compiled else operators[0].name
+        if compiled and mode == "quick":
+            operators = []
         if mode != "none":
-            if shape not in known or known[shape].impl not in {operator.name for operator in operators}:
-                known[shape] = time_linear(op, operators, SECONDS[mode])
-            impl = known[shape].impl
+            if not _answers(known.get(shape), operators, compiled):
+                known[shape] = time_linear(op, operators, SECONDS[mode], compiled)
+            if not compiled or mode == "full":
+                picked[shape] = known[shape].impl
             timings.append(known[shape])
-        picked.append(KernelChoice(op="linear", shape=shape, max_tokens=max_num_tokens, impl=impl))
     report(Progress("tune", len(distinct), len(distinct), "shape"))
     if path is not None and timings:
         _write_cache(path, {timing.shape: timing for timing in timings})
-    return picked, timings
+    if compiled and mode == "full" and (deterministic or compiled_cpu.faster(
+            program, {timing.shape: timing.milliseconds for timing in timings}, picked, STEPS)):
+        picked = dict.fromkeys(picked, NAME)
+    return [KernelChoice(op="linear", shape=shape, max_tokens=max_num_tokens, impl=impl)
+            for shape, impl in picked.items()], timings
+
+
+def _answers(timing: Timing | None, operators: Sequence[LinearOperator], compiled: bool) -> bool:
+    """Whether a cached timing decides this race."""
+    return timing is not None and {each.name for each in operators} <= timing.milliseconds.keys() and (
+        not compiled or NAME in timing.milliseconds)
 
 
 def _write_cache(path: Path, fresh: dict[str, Timing]) -> None:

@@ -9,6 +9,9 @@ import torch
 
 from engines.runtime.scheduler import Chunk
 
+#: Hidden rows that pass through the output layer at once.
+HEAD_ROWS = 128
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Ordered
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -33,7 +34,9 @@ from engines.runtime.blocks import BlockPool
 
 
 class Backend(Protocol):
-    """What runs a Batch; ``engines.runtime.cpu.CpuBackend`` and the native one."""
+    """What runs a Batch: ``cpu.CpuBackend`` and ``native.NativeBackend``. A context is a backend's own."""
+
+    def stepping(self) -> AbstractContextManager[None]: ...
 
     def context(self, batch: Batch) -> Any: ...
 

@@ -9,6 +9,7 @@ worth of activations, not one set a layer.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,6 +141,10 @@ class CpuBackend:
             run = OPERATORS[self._plan.choice(op).impl].prepare(stored)
             prepared[op.out] = run if stored.bias is None else _with_bias(run, stored.bias)
         return prepared
+
+    def stepping(self) -> AbstractContextManager[None]:
+        """What holds around a whole step; nothing here."""
+        return nullcontext()
 
     def context(self, batch: Batch) -> StepContext:
         """Everything that is made once a step."""

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from engines.request import PromptScore, TokenLogprob
 from engines.runtime.batch import HEAD_ROWS, make_batch
+from engines.runtime.choices import Backend, Part, score_step
 from engines.runtime.choices import Choices as Question
-from engines.runtime.choices import Part, score_step
-from engines.runtime.cpu import CpuBackend, StepContext
 from engines.runtime.sampler import Fault, sample
 from engines.runtime.scheduler import Chunk
 from engines.runtime.scores import score_rows
@@ -35,12 +35,12 @@ class Computed:
 
 
 class CpuRunner:
-    """Runs chunks on the CPU backend, one step at a time."""
+    """Runs chunks on a CPU backend, one step at a time."""
 
     lookahead = 0
     adjusts_logits = True
 
-    def __init__(self, backend: CpuBackend, block_size: int) -> None:
+    def __init__(self, backend: Backend, block_size: int) -> None:
         self._backend = backend
         self._block_size = block_size
 
@@ -50,6 +50,10 @@ class CpuRunner:
 
         ``Sequence.computed`` is advanced here.
         """
+        with self._backend.stepping():
+            return self._launch(chunks)
+
+    def _launch(self, chunks: Ordered[Chunk]) -> Computed:
         batch = make_batch(chunks, self._block_size)
         context = self._backend.context(batch)
         hidden = self._backend.body(context)
@@ -71,9 +75,10 @@ class CpuRunner:
     @torch.inference_mode()
     def score_choices(self, questions: Ordered[Question], parts: Ordered[Ordered[Part]]) -> list[list[PromptScore]]:
         """One step over whole questions; see ``choices``."""
-        return score_step(self._backend, questions, parts, self._block_size)
+        with self._backend.stepping():
+            return score_step(self._backend, questions, parts, self._block_size)
 
-    def _sample(self, sequences: list[Sequence], hidden: torch.Tensor, rows: list[int], context: StepContext
+    def _sample(self, sequences: list[Sequence], hidden: torch.Tensor, rows: list[int], context: Any
                 ) -> Choices:
         if not sequences:
             return []
@@ -85,7 +90,7 @@ class CpuRunner:
             results += [(sequence, *choice) for sequence, choice in zip(part, sample(logits, part), strict=True)]
         return results
 
-    def _score(self, sequence: Sequence, hidden: torch.Tensor, context: StepContext) -> None:
+    def _score(self, sequence: Sequence, hidden: torch.Tensor, context: Any) -> None:
         """Row i of the chunk predicts token computed + i + 1; the prompt's last row predicts nothing."""
         assert sequence.score is not None
         first = sequence.computed

@@ -1,0 +1,210 @@
+"""Rotary positions, the paged cache and causal attention, for every mixture of decoding and prefill in one call.
+
+A layer's cache is [blocks, 2 * kv_heads, block_size, head_dim], keys first, in float32 or e4m3 codes: the keys of one
+head in one block are one run of bytes, which the processor fetches ahead (as [slots, 2 * kv_heads, head_dim] a decoding
+step of eight sequences waited 36 us a unit for 2.3 us of work).
+
+**Attention** works in units: one sequence, one kv head, up to ``ROWS`` new tokens. The query heads that share the kv
+head are rows of one matrix, so grouped queries read a key once. Per unit: scores of all keys block by block (``DOTS``),
+softmax of each row over the keys that it may see, then values block by block (``FLOAT``; a cache's values are a tile
+as they lie). A row's scores need head_dim and its sums the order of its blocks only. fp8 blocks become float32 numbers
+through a table of 256 before they are used; the two scales multiply scores and outputs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from engines.kernels.cpu.native import micro
+from engines.kernels.cpu.native.ir import bits_of, floats, from_bits, octets, prefetch, words
+from engines.kernels.cpu.native.norms import SUMS, exp, to_e4m3
+from engines.kernels.cpu.native.tiles import over_rows, rows_float
+
+#: New tokens of a unit.
+ROWS = 16
+_dots = over_rows(micro.DOTS)
+
+
+@njit(inline="always", error_model="numpy")
+def _e4m3_code(y: Any) -> Any:
+    """The byte of an e4m3 number."""
+    bits = bits_of(y)
+    sign = (bits >> np.int32(24)) & np.int32(0x80)
+    size = bits & np.int32(0x7FFFFFFF)
+    normal = (size >> np.int32(20)) - np.int32(120 << 3)
+    small = np.int32(from_bits(size) * np.float32(512.0))
+    return sign | (small if size < np.int32(121 << 23) else normal)
+
+
+@njit(nogil=True, error_model="numpy")
+def _store(x: Any, slot: int, wide: bool, scale: float) -> None:
+    """One head's numbers into its slot."""
+    n = x.size
+    if wide:
+        out = floats(slot, n)
+        for i in range(n):
+            out[i] = x[i]
+    else:
+        codes = octets(slot, n)
+        for i in range(n):
+            codes[i] = np.uint8(_e4m3_code(to_e4m3(x[i] / np.float32(scale))))
+
+
+@njit(nogil=True, error_model="numpy")
+def _rotate(x: Any, y: Any, cos: Any, sin: Any) -> None:
+    """y = x * C + roll(x, half) * S of one head (``rope_kv.py``)."""
+    half = x.size // 2
+    for i in range(half):
+        a, b = x[i], x[i + half]
+        y[i] = a * cos[i] + b * sin[i]
+        y[i + half] = b * cos[i + half] + a * sin[i + half]
+
+
+@njit(nogil=True, error_model="numpy")
+def rope_kv(qkv: int, qkv_bytes: int, q: int, q_bytes: int, heads: int, kv_heads: int, dim: int, cos: int, sin: int,
+            positions: int, slots: int, cache: int, block_size: int, wide: bool, k_scale: float, v_scale: float,
+            tokens: int, rank: int, size: int) -> None:
+    """Rotate q (into ``q``) and k, store k and v; tokens rank, rank + size, ... of a step."""
+    element = 4 if wide else 1
+    for t in range(rank, tokens, size):
+        position = words(positions, tokens)[t]
+        block, offset = divmod(words(slots, tokens)[t], block_size)
+        slot = cache + (block * 2 * kv_heads * block_size + offset) * dim * element
+        c, s = floats(cos + position * dim * 4, dim), floats(sin + position * dim * 4, dim)
+        for head in range(heads + 2 * kv_heads):
+            x = floats(qkv + t * qkv_bytes + head * dim * 4, dim)
+            if head < heads:
+                _rotate(x, floats(q + t * q_bytes + head * dim * 4, dim), c, s)
+            else:
+                where = slot + (head - heads) * block_size * dim * element
+                if head < heads + kv_heads:
+                    _rotate(x, x, c, s)
+                    _store(x, where, wide, k_scale)
+                else:
+                    _store(x, where, wide, v_scale)
+
+
+@njit(nogil=True, error_model="numpy")
+def _top(x: Any) -> Any:
+    """The largest number; NaN if there is one (floats in the order of their bits)."""
+    top = np.int32(-2147483648)
+    for i in range(x.size):
+        bits = bits_of(x[i])
+        bits = bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF))
+        top = max(top, bits)
+    return from_bits(top ^ ((top >> np.int32(31)) & np.int32(0x7FFFFFFF)))
+
+
+@njit(nogil=True, error_model="numpy", fastmath=SUMS)
+def _soften(scores: Any, scale: float) -> Any:
+    """scores -> e^((score - largest) * scale), in place; their sum."""
+    top = _top(scores)
+    total = np.float32(0.0)
+    for i in range(scores.size):
+        p = exp((scores[i] - top) * scale)
+        scores[i] = p
+        total += p
+    return total
+
+
+@njit(nogil=True, error_model="numpy")
+def _widen(codes: int, pitch: int, count: int, dim: int, table: Any, out: int) -> None:
+    """e4m3 codes of ``count`` slots -> float32 [count, dim]."""
+    for t in range(count):
+        source, y = octets(codes + t * pitch, dim), floats(out + t * dim * 4, dim)
+        for i in range(dim):
+            y[i] = table[source[i]]
+
+
+@njit(nogil=True, error_model="numpy")
+def _fetch(address: int, count: int) -> None:
+    """Ask for ``count`` bytes."""
+    for at in range(0, count, 64):
+        prefetch(address + at)
+
+
+@njit(nogil=True, error_model="numpy")
+def attend_unit(q: int, q_bytes: int, out: int, out_bytes: int, rows: int, group: int, dim: int, before: int,
+                cache: int, kv_heads: int, head: int, wide: bool, k_scale: float, v_scale: float, table: int,
+                block_size: int, codes: int, scratch: int, longest: int) -> None:
+    """One unit: ``rows`` new tokens after ``before`` seen ones; q and out point at the first token's first head.
+
+    ``scratch``: q and sums [ROWS * group, dim] each, a block of
+    [block_size + 1, dim], scores [ROWS * group, longest].
+    """
+    pitch = dim * (4 if wide else 1)
+    run = block_size * pitch
+    matrix = rows * group
+    packed, sums = scratch, scratch + ROWS * group * dim * 4
+    block = sums + ROWS * group * dim * 4
+    scores = block + (block_size + 1) * dim * 4
+    row_bytes = longest * 4
+    for t in range(rows):
+        floats(packed + t * group * dim * 4, group * dim)[:] = floats(q + t * q_bytes, group * dim)
+    floats(sums, matrix * dim)[:] = 0.0
+    seen = before + rows
+    lut = floats(codes, 256)
+    for b in range((seen + block_size - 1) // block_size):
+        count = min(block_size, seen - b * block_size)
+        keys = cache + (words(table, b + 1)[b] * 2 * kv_heads + head) * run
+        if b * block_size + count < seen:
+            _fetch(cache + (words(table, b + 2)[b + 1] * 2 * kv_heads + head) * run, run)
+        else:
+            _fetch(cache + (words(table, 1)[0] * 2 * kv_heads + kv_heads + head) * run, run)
+        step = pitch
+        if not wide:
+            _widen(keys, pitch, count + count % 2, dim, lut, block)
+            keys, step = block, dim * 4
+        for t in range(0, count, 2):
+            _dots(keys + t * step, packed, dim * 4, scores + (b * block_size + t) * 4, row_bytes, dim // 8, step, 0,
+                  matrix)
+    scale = np.float32(k_scale) / np.sqrt(np.float32(dim))
+    for t in range(rows):
+        for j in range(group):
+            row = floats(scores + (t * group + j) * row_bytes, longest)
+            total = _soften(row[:before + t + 1], scale)
+            row[before + t + 1:seen] = 0.0
+            floats(packed, matrix)[t * group + j] = np.float32(v_scale) / total
+    for b in range((seen + block_size - 1) // block_size):
+        count = min(block_size, seen - b * block_size)
+        values = cache + (words(table, b + 1)[b] * 2 * kv_heads + kv_heads + head) * run
+        if b * block_size + count < seen:
+            _fetch(cache + (words(table, b + 2)[b + 1] * 2 * kv_heads + kv_heads + head) * run, run)
+        step = pitch
+        if not wide:
+            _widen(values, pitch, count, dim, lut, block)
+            values, step = block, dim * 4
+        for tile in range(dim // 16):
+            rows_float(values + 64 * tile, scores + b * block_size * 4, row_bytes, sums + 64 * tile, dim * 4, count,
+                       step, 0, matrix)
+    for t in range(rows):
+        for j in range(group):
+            by = floats(packed, matrix)[t * group + j]
+            y = floats(out + t * out_bytes + j * dim * 4, dim)
+            total_row = floats(sums + (t * group + j) * dim * 4, dim)
+            for i in range(dim):
+                y[i] = total_row[i] * by
+
+
+@njit(nogil=True, error_model="numpy")
+def attention(q: int, q_bytes: int, out: int, out_bytes: int, heads: int, kv_heads: int, dim: int, cache: int,
+              wide: bool, k_scale: float, v_scale: float, block_size: int, codes: int, sequences: int, news: int,
+              lengths: int, tables: int, table_width: int, scratch: int, longest: int, rank: int, size: int) -> None:
+    """All sequences of a step, one after the other in rows; units are dealt round to the team."""
+    unit, start, group = 0, 0, heads // kv_heads
+    for s in range(sequences):
+        new, length = words(news, sequences)[s], words(lengths, sequences)[s]
+        for first in range(0, new, ROWS):
+            rows = min(ROWS, new - first)
+            for head in range(kv_heads):
+                if unit % size == rank:
+                    where = head * group * dim * 4
+                    at = start + first
+                    attend_unit(q + at * q_bytes + where, q_bytes, out + at * out_bytes + where, out_bytes, rows, group,
+                                dim, length - new + first, cache, kv_heads, head, wide, k_scale, v_scale,
+                                tables + s * table_width * 8, block_size, codes, scratch, longest)
+                unit += 1
+        start += new
