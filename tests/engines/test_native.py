@@ -22,9 +22,10 @@ from engines.build.weights import Weights, write_weights
 from engines.errors import EngineError
 from engines.kernels.cpu.disk import pack
 from engines.kernels.cpu.native import norms
+from engines.kernels.cpu.native.grids import bits
 from engines.kernels.cpu.native.operator import prepare
 from engines.kernels.cpu.native.team import Team, team
-from engines.kernels.cpu.native.tiles import Kind, Tiles, bits
+from engines.kernels.cpu.native.tiles import Kind, Tiles
 from engines.kernels.cpu.rows import Quantized, quantize_fp8_static, quantize_fp8_token, quantize_int8_token
 from engines.plan import EngineSpec, Plan
 from engines.runtime.batch import Batch
