@@ -18,7 +18,8 @@ from engines.build import compiled_cpu
 from engines.build.fuse import FusionStep, fuse
 from engines.device import Device
 from engines.errors import EngineError
-from engines.kernels.cpu.native.grids import NAME, bits
+from engines.kernels.cpu.native.grids import NAME
+from engines.kernels.cpu.native.grids import bits as tile_bits
 from engines.models.decoder import ActivationKeys, ModelFacts, decoder_program
 from engines.models.llama import model_facts
 from engines.parallel.mesh import Mesh
@@ -134,7 +135,7 @@ def _activation_supported(grid: Grid) -> bool:
 def _weight_bytes(program: Program, impls: Mapping[str, str]) -> int:
     """Bytes of the linears in the operators' own layouts (fbgemm's tiles are 512 inputs deep)."""
     if set(impls.values()) == {NAME}:
-        return int(sum(op.n * op.k * bits(op.weight, op.activation) / 8 for op in program.linears()))
+        return int(sum(op.n * op.k * tile_bits(op.weight, op.activation) / 8 for op in program.linears()))
     layouts = {"float": (32, 1), "half": (16, 512), "split": (8, 512), "int_mm": (8, 1), "int4pack": (4, 1)}
     total = 0
     for op in program.linears():
