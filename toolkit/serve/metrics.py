@@ -5,6 +5,7 @@ The registry is the server's own, so two servers in one process (tests) do not m
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -28,8 +29,11 @@ class _Loop:
     def __init__(self) -> None:
         self.counts: Mapping[str, Any] = {}
         self.up = False
+        self.tasks = 0
 
     def collect(self) -> Iterable[Metric]:
+        yield GaugeMetricFamily("toolkit_server_tasks", "Tasks of the front end; no request leaves one behind.",
+                                value=float(self.tasks))
         yield GaugeMetricFamily("toolkit_engine_up", "1 while the engine answers.", value=float(self.up))
         counts = self.counts
         if not counts:
@@ -88,6 +92,7 @@ class Metrics:
                 self.tpot.observe((end["e2e_s"] - end["ttft_s"]) / (end["generated"] - 1))
 
     def render(self, counts: Mapping[str, Any] | None) -> bytes:
-        """The exposition, with the loop's counts (None: it did not answer)."""
+        """The exposition, with the loop's counts (None: it did not answer). Called within the event loop."""
         self._loop.up, self._loop.counts = counts is not None, counts or {}
+        self._loop.tasks = len(asyncio.all_tasks())
         return generate_latest(self.registry)
