@@ -40,7 +40,7 @@ def hub_api() -> Api:
     """The Hub's client, with whatever login the user has made; no token is read or kept here."""
     from huggingface_hub import HfApi
 
-    return HfApi()  # type: ignore[return-value]
+    return HfApi()
 
 
 def push(api: Api, url: str, folder: Path, release: Release, alias: str, report: Report = silent) -> str:

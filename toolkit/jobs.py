@@ -38,7 +38,7 @@ from toolkit.home import Home
 State = Literal["waiting", "running", "finished", "failed", "cancelled", "killed"]
 ENDED = ("finished", "failed", "cancelled", "killed")
 #: What may be started from a page: long work on this home, nothing that moves releases or reads elsewhere.
-STARTABLE = ("quantize", "build", "eval", "sweep", "run", "generate", "data")
+STARTABLE = ("quantize", "build", "eval", "sweep", "run", "sensitivity", "generate", "data")
 EVERY_S = 0.5
 
 

@@ -48,14 +48,15 @@ class Sensitivity(Frozen):
 
     @property
     def formats(self) -> list[str]:
-        return sorted({cost.format for cost in self.costs})
+        """The one with most bits first."""
+        return sorted({cost.format for cost in self.costs}, key=lambda name: (-_BITS.get(name, 16.0), name))
 
     def cost(self, layer: int, format: str) -> LayerCost | None:
         return next((cost for cost in self.costs if (cost.layer, cost.format) == (layer, format)), None)
 
 
-#: What can be drawn: title, unit.
-MEASURES = {"loss": ("Loss, nats/token", "nats/token"), "sqnr_db": ("SQNR, dB", "dB"), "amax": ("amax", "")}
+#: What can be drawn, with its title.
+MEASURES = {"loss": "Loss, nats/token", "sqnr_db": "SQNR, dB", "amax": "amax"}
 
 
 def sensitivities(home: Home) -> tuple[list[Sensitivity], list[str]]:

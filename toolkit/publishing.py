@@ -67,15 +67,21 @@ def publish_engine(store: RunStore, path: Path, target: Target, wish: Wish, repo
         name=found.name, engine_digest=engine.digest, checkpoint_digest=engine.checkpoint_digest,
         verdict_digest=verdict.digest if verdict else None, verdict=verdict.verdict if verdict else None,
         row=found.row, licences=found.licences, parts=list(wish.parts), approval=approval)
+    source = _source(store, engine)
     artifacts = {f"evidence/{kind}": artifact for kind, artifact in evidence.items()}
     if "engine" in wish.parts:
         artifacts["engine"] = engine.artifact
     if "checkpoint" in wish.parts:
-        artifacts["checkpoint"] = _checkpoint(store, engine)
+        if source is None:
+            raise ReleaseError(f"checkpoint {engine.checkpoint_digest[:12]} of this engine is not known here",
+                               "Quantize it again, or release the engine alone.")
+        artifacts["checkpoint"] = source
     judged = evidence.get("eval-report")
     texts = {"README.md": _card(record, found, engine, wish.alias), **provenance.eval_results(
         EvalReport.model_validate(judged.record) if judged else None, approval.at)}
-    bundle = Bundle(record, artifacts, texts, _statement(record, found, engine, evidence, wish.key))
+    made_from = {"quantized-checkpoint": engine.checkpoint_digest, **_made_from(store, source),
+                 **{kind: artifact.digest for kind, artifact in evidence.items()}}
+    bundle = Bundle(record, artifacts, texts, _statement(record, found, engine, made_from, wish.key))
     return publish(store, target, bundle, wish.alias, report)
 
 
@@ -114,12 +120,21 @@ def _evidence(store: RunStore, verdict: StoredVerdict) -> dict[str, Artifact]:
     return found
 
 
-def _checkpoint(store: RunStore, engine: Engine) -> Artifact:
+def _source(store: RunStore, engine: Engine) -> Artifact | None:
+    """The checkpoint that the engine was built from, if it is still where it was."""
     place = store.resolve(engine.checkpoint_digest)
     if place is None or not place[1].is_dir():
-        raise ReleaseError(f"checkpoint {engine.checkpoint_digest[:12]} of this engine is not known here",
-                           "Quantize it again, or release the engine alone.")
+        return None
     return Artifact.open(place[1], "quantized-checkpoint")
+
+
+def _made_from(store: RunStore, source: Artifact | None) -> dict[str, str]:
+    """Kind -> digest of what the checkpoint itself was made from: its model and calibration set."""
+    found = {}
+    for number, digest in enumerate(source.parents if source else ()):
+        place = store.resolve(digest)
+        found[place[0] if place else f"checkpoint-parent-{number}"] = digest
+    return found
 
 
 def _about(store: RunStore, engine: Engine, evidence: Mapping[str, Artifact], verdict: StoredVerdict | None) -> _Found:
@@ -147,13 +162,11 @@ def _card(record: ReleaseRecord, found: _Found, engine: Engine, alias: str) -> s
                        str(calibration) if calibration else None)
 
 
-def _statement(record: ReleaseRecord, found: _Found, engine: Engine, evidence: Mapping[str, Artifact],
-               key: Path | None) -> Callable[[Mapping[str, str], str], dict[str, bytes]]:
+def _statement(record: ReleaseRecord, found: _Found, engine: Engine, made_from: Mapping[str, str], key: Path | None
+               ) -> Callable[[Mapping[str, str], str], dict[str, bytes]]:
     """What ``release.publish`` calls with the hashes of all files and the head of the audit log."""
-    dependencies = {"quantized-checkpoint": engine.checkpoint_digest,
-                    **{kind: artifact.digest for kind, artifact in evidence.items()}}
-    dependencies |= {name.removesuffix("_digest"): str(found.facts[name])
-                     for name in ("model_digest", "evaluation_digest") if found.facts.get(name)}
+    dependencies = dict(made_from) | {name.removesuffix("_digest"): str(found.facts[name]) for name in
+                                      ("model_digest", "evaluation_digest") if found.facts.get(name)}
 
     def say(files: Mapping[str, str], head: str) -> dict[str, bytes]:
         said = provenance.statement(record, files, head, engine.record.spec.model_dump(mode="json"), dependencies,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 import sys
+from collections.abc import Sequence
 from types import TracebackType
 
 from calib.errors import ToolkitError
@@ -39,11 +40,23 @@ class RecordedWatcher(Watcher):
                 table.finish(self._job, code)
 
 
+def _said(arguments: Sequence[str]) -> list[str]:
+    """The command line without what only says where and how it speaks."""
+    kept = []
+    rest = iter(arguments)
+    for word in rest:
+        if word == "--home":
+            next(rest, None)
+        elif word not in ("--json", "-q", "--quiet") and not word.startswith("--home="):
+            kept.append(word)
+    return kept
+
+
 def watcher(home: Home, quiet: bool, job: str | None) -> Watcher:
     """A watcher that records: under ``job`` (whose worker writes its end), else as work of this terminal."""
     if job is not None:
         return RecordedWatcher(home, quiet, job, ends=False)
-    words = [word for word in sys.argv[1:] if word not in ("--json", "-q", "--quiet")]
+    words = _said(sys.argv[1:])
     try:
         with JobTable(home.store) as table:
             own = table.add(words[0] if words else "work", words[1:], own=False)

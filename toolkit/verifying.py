@@ -68,7 +68,7 @@ def _releases(target: Target, faults: list[str]) -> list[Release]:
 
 def _blobs(releases: list[Release]) -> dict[str, str]:
     """Hex -> what it is, for people."""
-    found = {}
+    found: dict[str, str] = {}
     for release in releases:
         short = release.digest[:12]
         found |= {layer.hex: f"{layer.annotations[oci.TITLE]} of release {short}" for layer in release.manifest.layers}

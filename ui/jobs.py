@@ -43,8 +43,9 @@ def _start(here: Site) -> None:
         return
     forms: dict[str, Callable[[Site], list[str] | None]] = {
         "Whole pipeline": _run_form, "Quantize": _quantize_form, "Build": _build_form, "Evaluate": _eval_form,
-        "Sweep": _sweep_form}
-    verbs = {"Whole pipeline": "run", "Quantize": "quantize", "Build": "build", "Evaluate": "eval", "Sweep": "sweep"}
+        "Sweep": _sweep_form, "Layers": _layers_form}
+    verbs = {"Whole pipeline": "run", "Quantize": "quantize", "Build": "build", "Evaluate": "eval", "Sweep": "sweep",
+             "Layers": "sensitivity"}
     with st.expander("Start a job", expanded=not _any(here)):
         kind = st.segmented_control("What", list(forms), default="Whole pipeline", key="kind", bind="query-params",
                                     required=True) or "Whole pipeline"
@@ -150,6 +151,12 @@ def _sweep_form(here: Site) -> list[str] | None:
     return [ref, "--cells", cells, "--repeats", str(repeats)] if ref and cells else None
 
 
+def _layers_form(here: Site) -> list[str] | None:
+    model = _model_field(here, "sensitivity")
+    rows = st.number_input("Rows of text", 1, 1024, 2, key="rows-sensitivity")
+    return [model, "--rows", str(rows)] if model else None
+
+
 @st.fragment(run_every=1.5)
 def _going(here: Site) -> None:
     """What goes on now, with progress and ETA. Polls the table; the work does not know that it is watched."""
@@ -216,7 +223,8 @@ def _past(here: Site) -> None:
         number = st.number_input(f"Page of {pages}", 1, pages, 1, key="page", bind="query-params") if pages > 1 else 1
         found = table.list(PER_PAGE, (number - 1) * PER_PAGE)
     lines = [{"state": f"{_SIGNS[work.state]} {work.state}", "job": work.id, "what": _title(work), "stage": work.stage,
-              "asked": work.asked[:16].replace("T", " "), "took": _took(work), "exit": work.exit_code}
+              "asked": work.asked[:16].replace("T", " "), "took": _took(work),
+              "exit": words.MISSING if work.exit_code is None else str(work.exit_code)}
              for work in found]
     event = st.dataframe(lines, hide_index=True, width="stretch", key="all-jobs", on_select="rerun",
                          selection_mode="single-row")

@@ -23,11 +23,12 @@ def page() -> None:
         st.warning(common.plain(fault))
     if not found:
         common.empty("No layer has been measured yet", "A sensitivity measurement quantizes one layer at a time and "
-                     "says what that costs. Its file in this home's folder of that name is shown here as a heat map.",
-                     f"ls {here.home.path / layers.FOLDER}")
+                     "says what that costs; a small model takes a few minutes.",
+                     f"toolkit sensitivity MODEL --home {here.home.path}")
         return
     names = {f"{one.model} · {one.model_digest[:8]}": one for one in found}
-    sensitivity = names[st.selectbox("Model", list(names), key="model", bind="query-params")]
+    place, _ = st.columns([1, 1])
+    sensitivity = names[place.selectbox("Model", list(names), key="model", bind="query-params")]
     st.caption(f"Measured {sensitivity.created[:10]}: {len(sensitivity.layers)} layers, "
                f"{', '.join(sensitivity.formats)}.")
     left, right = st.columns([3, 2], gap="large")
@@ -66,7 +67,7 @@ def _clicked(event: Any) -> None:
 
 def _map(sensitivity: Sensitivity, format: str, kept: list[int]) -> None:
     measured = [name for name in layers.MEASURES if any(getattr(cost, name) is not None for cost in sensitivity.costs)]
-    titles = {layers.MEASURES[name][0]: name for name in measured}
+    titles = {layers.MEASURES[name]: name for name in measured}
     title = st.segmented_control("Show", list(titles), default=next(iter(titles)), key="show", bind="query-params",
                                  required=True) or next(iter(titles))
     figure = plots.heat_map([f"layer {layer}" for layer in sensitivity.layers], sensitivity.formats,
@@ -81,18 +82,18 @@ def _predicted(here: Site, sensitivity: Sensitivity, format: str, kept: list[int
     st.markdown("**Predicted**")
     first, second = st.columns(2)
     first.metric("Loss, nats/token", words.nats(found.loss), None if not kept else
-                 f"{words.nats(found.loss_all)} with every layer in {format}", delta_color="off", delta_arrow="off")
+                 f"{words.nats(found.loss_all)} with none", delta_color="off", delta_arrow="off")
     second.metric("Size of the layers", words.size(found.size), None if not kept else
-                  f"{words.percent(found.share_kept)} more", delta_color="off", delta_arrow="off")
+                  f"+{words.percent(found.share_kept)}", delta_color="off", delta_arrow="off")
     tpot = _tpot(here, sensitivity, format, found)
     if tpot is not None:
-        st.metric("TPOT", f"{words.milliseconds(tpot)} ms", "between this home's two measured engines, by bytes read",
+        st.metric("TPOT", f"{words.milliseconds(tpot)} ms", "between the measured engines, by bytes",
                   delta_color="off", delta_arrow="off")
     st.caption("Losses of single layers are added up; judge the built engine before you believe the sum.")
     text, name = layers.recipe_text(format, kept), layers.recipe_name(format, kept)
     st.markdown("**The exact recipe**")
-    st.code(text, language="yaml")
-    st.code(f"toolkit quantize {sensitivity.model} --recipe {name}.yaml --out {name}", language=None)
+    st.code(text, language="yaml", wrap_lines=True)
+    st.code(f"toolkit quantize {sensitivity.model} --recipe {name}.yaml --out {name}", language=None, wrap_lines=True)
     st.download_button("Recipe", text, file_name=f"{name}.yaml", mime="application/yaml", key="recipe",
                        icon=":material/download:", type="primary", on_click="ignore")
 

@@ -133,11 +133,11 @@ def _aliases(releases: list[Release], log: list[AuditEntry]) -> None:
 
 def _list(releases: list[Release]) -> None:
     st.subheader("Released", anchor=False)
-    lines = [{"release": release.digest[:12], "alias": ", ".join(release.aliases) or words.MISSING,
-              "engine": label(release.record.row), "model": release.record.name, "verdict": release.record.word,
-              "approved by": release.record.approval.who, "why": release.record.approval.reason,
+    lines = [{"alias": ", ".join(release.aliases) or words.MISSING, "engine": label(release.record.row),
+              "model": release.record.name, "verdict": release.record.word,
               "ΔNLL": words.nats_interval(release.record.row.delta_nll), "size": words.size(release.size_bytes),
-              "when": release.created[:16].replace("T", " ")} for release in releases]
+              "when": release.created[:16].replace("T", " "), "approved by": release.record.approval.who,
+              "why": release.record.approval.reason, "release": release.digest[:12]} for release in releases]
     st.dataframe(lines, hide_index=True, width="stretch", key="releases")
     common.frame_exports("releases", lines)
 
@@ -180,7 +180,8 @@ def _history(log: list[AuditEntry]) -> None:
     st.subheader("History", anchor=False)
     first = datetime.fromisoformat(log[0].at).date()
     today = datetime.now(UTC).date()
-    day: date = st.date_input("Where aliases pointed at the end of", today, min_value=first, max_value=today,
+    place, _ = st.columns([1, 2])
+    day: date = place.date_input("Where aliases pointed at the end of", today, min_value=first, max_value=today,
                               key="asof", bind="query-params")
     held = as_of(log, parse_moment(day.isoformat()))
     if held:

@@ -87,7 +87,7 @@ def test_a_killed_process_is_shown_as_killed_and_a_reused_pid_is_not_believed(ho
 
 
 def test_a_terminals_work_is_recorded_with_its_progress(home, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["toolkit", "sweep", "int8", "--json"])
+    monkeypatch.setattr("sys.argv", ["toolkit", "sweep", "int8", "--json", "--home", "x"])
     with watcher(home, True, None) as watch:
         watch(Progress("measure", 2, 8, "cell"))
         with jobs.JobTable(home.store) as table:

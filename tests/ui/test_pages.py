@@ -1,30 +1,22 @@
 """Every other page through AppTest, on the tiny real model taken through the whole pipeline."""
 
-import shutil
-
 import pytest
 
 from toolkit import jobs, layers
 from toolkit.home import Home
 from toolkit.jobs import JobTable
-from toolkit.layers import LayerCost, Sensitivity
 from toolkit.release import list_releases, read_audit, release_of_alias
 from toolkit.report.answers import flips, task_lines
 from toolkit.store import RunStore
 from toolkit.target import FolderTarget
 
-from .conftest import shown_text
+from .conftest import add_answers, add_sensitivity, move_home, shown_text
 
 
 @pytest.fixture
 def own_home(judged_home, tmp_path):
-    """A copy that a test may write to. Artifacts are found by path, so their paths are moved along."""
-    home = Home(tmp_path / "home")
-    shutil.copytree(judged_home.path, home.path)
-    with RunStore(home.store) as store, store._write() as db:
-        for table in ("artifacts", "verdicts"):
-            db.execute(f"UPDATE {table} SET path=replace(path, ?, ?)", (str(judged_home.path), str(home.path)))
-    return home
+    """A copy that a test may write to."""
+    return move_home(judged_home, Home(tmp_path / "home"))
 
 
 def engine_rows(home):
@@ -51,6 +43,33 @@ def test_accuracy_opens_a_flip_in_words(open_page, judged_home):
     table = next(frame.value for frame in page.dataframe if "document" in frame.value)
     assert len(table) == 22
     assert table["ΔNLL, nats/token"].is_monotonic_decreasing
+
+
+def test_flips_are_shown_in_words_the_most_harmful_first(open_page, stored_home, report_rows):
+    from toolkit.store import StoredRow
+
+    with RunStore(stored_home.store) as store:
+        facts = dict(store.find_run().facts)
+        add_answers(stored_home, report_rows, facts)
+        store.begin("flips-000000000000", "flips", facts)
+        store.finish("flips-000000000000", [StoredRow(row, None) for row in report_rows], stored_home.reports / "x")
+    page = open_page(stored_home, "accuracy", engine="int8")
+    assert not page.exception
+    labels = [expander.label for expander in page.expander if "wrong" in expander.label]
+    assert [label.partition("]")[0] for label in labels] == [":red-badge[✕ right to wrong"] * 2 + [
+        ":green-badge[✓ wrong to right"]
+    text = shown_text(page)
+    assert "the right 0" in text
+    assert "the wrong 0" in text
+    line = page.dataframe[0].value
+    assert (line["right to wrong"][0], line["wrong to right"][0]) == (2, 1)
+    page.segmented_control(key="flips").set_value("Wrong to right").run()
+    assert len([label for label in (expander.label for expander in page.expander) if "to wrong" in label]) == 0
+    table = next(frame.value for frame in page.dataframe if "document" in frame.value)
+    assert table["document"][0] == "doc 5"
+    assert table["ΔNLL, nats/token"][0] == pytest.approx(0.1)
+    tradeoffs = open_page(stored_home, loss="5 points")
+    assert "it lost 16.7 [" in tradeoffs.markdown[0].value, "one of six more is wrong than before"
 
 
 def test_accuracy_without_the_answers_says_what_to_run(open_page, stored_home):
@@ -117,19 +136,11 @@ def test_runs_of_other_data_are_not_compared(open_page, stored_home, report_rows
     assert "judged on different data" in shown_text(page)
 
 
-def sensitivity(home):
-    costs = [LayerCost(layer=layer, format=name, loss=0.001 * (layer + 1) * size, sqnr_db=30 - layer, amax=4.0,
-                       parameters=1000) for layer in range(4) for name, size in (("fp8", 1), ("int4_awq", 5))]
-    (home.path / layers.FOLDER).mkdir(parents=True)
-    (home.path / layers.FOLDER / "tiny.json").write_text(Sensitivity(
-        model="tiny", model_digest="d" * 64, created="2026-11-29T20:00:00+00:00", costs=costs).model_dump_json())
-
-
 def test_a_layer_is_raised_and_the_recipe_follows(open_page, tmp_path):
     from calib.recipe import load_recipe
 
     home = Home(tmp_path / "home")
-    sensitivity(home)
+    add_sensitivity(home)
     page = open_page(home, "layers", format="int4_awq")
     assert not page.exception
     assert page.metric[0].value == "+0.0500"

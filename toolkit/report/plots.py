@@ -82,10 +82,16 @@ def memory_map(engines: Sequence[tuple[str, Sequence[tuple[str, int]]]], palette
 def heat_map(layers: Sequence[str], formats: Sequence[str], values: Sequence[Sequence[float | None]], title: str,
              palette: Palette = LIGHT, marked: Sequence[tuple[str, str]] = ()) -> go.Figure:
     """Layer x format. One hue from the page's surface to the accent, so dark means much in light mode and bright in
-    dark; ``marked`` cells (layer, format) carry a ring."""
+    dark; with values on both sides of zero two hues that the colour-blind tell apart, zero being the surface.
+    ``marked`` cells (layer, format) carry a ring."""
+    known = [value for row in values for value in row if value is not None]
+    both = bool(known) and min(known) < 0 < max(known)
+    reach = max((abs(value) for value in known), default=1.0)
+    scale = ([[0, palette.accent], [0.5, palette.surface], [1, palette.series["int4_awq"]]] if both else
+             [[0, palette.surface], [1, palette.accent]])
     figure = go.Figure(go.Heatmap(
-        z=[list(row) for row in values], x=list(formats), y=list(layers), xgap=2, ygap=2,
-        colorscale=[[0, palette.surface], [1, palette.accent]], hoverongaps=False,
+        z=[list(row) for row in values], x=list(formats), y=list(layers), xgap=2, ygap=2, colorscale=scale,
+        zmin=-reach if both else None, zmax=reach if both else None, hoverongaps=False,
         colorbar={"title": {"text": title, "side": "right", "font": {"size": 12, "color": palette.muted}},
                   "thickness": 10, "outlinewidth": 0, "tickfont": {"color": palette.muted, "size": 11}},
         hovertemplate="%{y}, %{x}: %{z:.4g}<extra></extra>"))
@@ -94,6 +100,7 @@ def heat_map(layers: Sequence[str], formats: Sequence[str], values: Sequence[Seq
                            marker={"symbol": "circle-open", "size": 11, "color": palette.text, "line": {"width": 2}},
                            hoverinfo="skip", showlegend=False)
     figure.update_layout(**_sized(palette, 130 + 19 * len(layers)))
-    figure.update_yaxes(autorange="reversed", showgrid=False, type="category")
-    figure.update_xaxes(showgrid=False, side="top", type="category")
+    figure.update_yaxes(range=[len(layers) - 0.5, -0.5], showgrid=False, type="category", ticks="", linewidth=0)
+    figure.update_xaxes(range=[-0.5, len(formats) - 0.5], showgrid=False, side="top", type="category", ticks="",
+                        linewidth=0)
     return figure

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 #: Bytes that a weight takes in the layouts of ``engines`` (bits a weight), by operator name.
-_BITS = {"float": 32, "half": 16, "split": 8, "int_mm": 8, "int4pack": 4, "bf16": 16, "fp8": 8, "int8": 8, "int4": 4}
+_BITS = {"float": 32, "half": 16, "split": 8, "int_mm": 8, "int4pack": 4}
+#: The compiled step's tiles, whose width depends on the weight's grid.
+_TILE_BITS = {"bf16": 16, "fp8_e4m3": 16, "int8": 8, "int4": 4}
 _LAYER = re.compile(r"layers\.(\d+)\.|^L(\d+)\.|\+?L(\d+)\.")
 
 
@@ -133,7 +135,8 @@ def kernels_of(plan: Mapping[str, Any], timings: Mapping[str, Any]) -> tuple[lis
 
 def _rate(shape: str, impl: str, milliseconds: float) -> float | None:
     size = re.search(r"n=(\d+) k=(\d+)", shape)
-    bits = _BITS.get(impl)
+    grid = re.search(r"weight=(\w+)", shape)
+    bits = _BITS.get(impl) or (_TILE_BITS.get(grid[1]) if grid and impl == "tiles" else None)
     if size is None or bits is None or milliseconds <= 0:
         return None
     return int(size[1]) * int(size[2]) * bits / 8 / 1e6 / milliseconds
