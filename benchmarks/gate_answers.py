@@ -77,8 +77,8 @@ def record(model: Path, data: EvalData, tasks: list[str], items: int, layer: int
         module = load_hf(model)
         if strength:
             damage(module, layer, strength)
-        found[name] = right_answers(ModuleScorer(module.to(device), tokenizer), tokenizer, questions, rules, batch,
-                                    name)
+        placed = torch.nn.Module.to(module, device)
+        found[name] = right_answers(ModuleScorer(placed, tokenizer), tokenizer, questions, rules, batch, name)
     return found
 
 

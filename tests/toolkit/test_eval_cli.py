@@ -78,7 +78,8 @@ def test_examples_that_were_calibrated_on_are_refused(call, built, tmp_path):
 def harness_folder(place, *, version="0.4.13", wrong=(), prompt="p"):
     """What lm-eval writes for 260 questions of one task; ``wrong`` are answered wrong."""
     place.mkdir()
-    rows = [{"doc_id": n, "doc": {}, "target": 0, "filtered_resps": [[-1.0, True], [-2.0, False]], "filter": "none",
+    rows = [{"doc_id": n, "doc": {}, "target": 0, "filter": "none",
+             "filtered_resps": [[-1.0 - 2.0 * (n in wrong), True], [-2.0, False]],
              "doc_hash": f"d{n}", "prompt_hash": f"{prompt}{n}", "acc": 0.0 if n in wrong else 1.0} for n in range(260)]
     (place / "results_2026-01-01.json").write_text(json.dumps(
         {"results": {"quiz": {"acc,none": 0.9}}, "lm_eval_version": version, "model_name": f"model{len(wrong)}"}))
@@ -98,6 +99,9 @@ def test_two_runs_of_the_harness_are_gated_question_by_question(call, tmp_path):
     for name, expected in (("same", 0), ("worse", 1)):
         code, found = call("gate", digests[name], "--baseline", digests["base"], "--policy", policy)
         assert (code, found["word"]) == (expected, "FAIL" if expected else "PASS")
+        flips = found["worst_flips"]
+        assert len(flips) == (10 if expected else 1)
+        assert {(flip["baseline"]["margin"], flip["candidate"]["margin"]) for flip in flips} == {(1.0, -1.0)}
     for name, words in (("other", "prompts of 260 questions"), ("newer", "harness lm_eval: 0.4.13 against 0.4.99")):
         code, found = call("gate", digests[name], "--baseline", digests["base"], "--policy", policy)
         assert (code, found["error"]["code"]) == (2, "not_comparable")
@@ -176,7 +180,7 @@ def test_sensitivity_of_a_model(call, built):
     assert len(found["losses"]) == 2 * 2
     assert len(found["modules"]) == 2 * 7 * 2
     [shown], faults = sensitivities(built[0])
-    assert (faults, shown.layers, shown.formats) == ([], [0, 1], ["int4_awq", "int8"])
+    assert (faults, shown.layers, sorted(shown.formats)) == ([], [0, 1], ["int4_awq", "int8"])
     assert call("sensitivity", "tiny", "--format", "int8", "--format", "int4_awq", "--rows", 1, "--length",
                 64)[1] == found
 
@@ -230,3 +234,11 @@ def test_a_generating_task_of_the_harness(call, built, tmp_path):
     assert code == 0, found
     assert [item["correct"] for item in found["items"]] == [False] * 6
     assert all("." not in item["answer"] for item in found["items"])
+
+
+@pytest.mark.parametrize("verb", [("gate", "update-reference"), ("gate", "noise"), ("gate", "speed"), ("sensitivity",),
+                                  ("eval", "harness"), ("eval", "import"), ("eval", "export")], ids=" ".join)
+def test_every_verb_has_help_with_the_common_options(verb, capsys):
+    assert cli.run_command([*verb, "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(option in shown for option in ("--home", "--json", "--quiet", "--offline"))

@@ -30,12 +30,15 @@ def _table(*columns: str, right: tuple[str, ...] = ()) -> Table:
 
 def sweep_table(sweep: LatencySweep) -> Table:
     """One line a cell, medians with their spread (max - min)."""
-    numbers = ("batch", "in", "out", "TTFT ms", "± range", "TPOT ms", "± range ", "out tok/s", "repeats")
-    table = _table(*numbers, "", right=numbers)
+    numbers = ["batch", "in", "out", "TTFT ms", "± range", "TPOT ms", "± range ", "out tok/s", "repeats"]
+    powered = any(cell.gpu is not None and cell.gpu.joules_per_token is not None for cell in sweep.cells)
+    numbers += ["J/token"] if powered else []
+    table = _table(*numbers, "", right=tuple(numbers))
     for cell in sweep.cells:
+        energy = [words.number(cell.gpu.joules_per_token if cell.gpu else None, 3)] if powered else []
         table.add_row(f"{cell.batch_size}", f"{cell.isl}", f"{cell.osl}", words.milliseconds(cell.ttft_ms),
                       words.milliseconds(cell.ttft_ms_spread), words.number(cell.tpot_ms, 2),
-                      words.number(cell.tpot_ms_spread, 2), words.rate(cell.out_tok_s), f"{cell.n}",
+                      words.number(cell.tpot_ms_spread, 2), words.rate(cell.out_tok_s), f"{cell.n}", *energy,
                       Text(f"invalid: {cell.invalid}" if cell.invalid else "", style="red"))
     table.caption = f"peak memory {words.size(sweep.peak_memory_bytes)} on {sweep.device}"
     table.caption_justify = "left"
