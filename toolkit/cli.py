@@ -25,6 +25,7 @@ from toolkit.commands import (
     data,
     doctor,
     evaluate,
+    export,
     gate,
     generate,
     inspect,
@@ -50,7 +51,7 @@ app = typer.Typer(name="toolkit", no_args_is_help=True, add_completion=False, ri
                   pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
                   help="Calibrate, build, judge, compare and release quantized LLM engines.")
 for module in (doctor, data, plan, sensitivity, quantize, build, inspect, verify, generate, serve, evaluate, sweep,
-               gate, run, runs, publish, releases, jobs, ui):
+               gate, run, runs, export, publish, releases, jobs, ui):
     module.register(app)
 
 # typer has carried its own copy of click since 0.29 and depended on click before: take the class from where it is

@@ -35,7 +35,7 @@ def metadata(model: str) -> dict[str, Any]:
 
 
 def configuration(model: str) -> dict[str, Any]:
-    """``GET /v2/models/NAME/config``, in the words of model_config.proto."""
+    """``GET /v2/models/NAME/config``, in the words of model_config.proto: no batch dimension, any number of prompts."""
     def typed(kind: str) -> str:
         return "TYPE_STRING" if kind == "BYTES" else f"TYPE_{kind}"
     return {"name": model, "platform": "", "backend": "python", "max_batch_size": 0,
@@ -55,23 +55,11 @@ class Inference:
     @classmethod
     async def admit(cls, service: Service, values: Mapping[str, Any], caller: str) -> Inference:
         """Check everything that can be checked before the engine is asked. ``values`` are lists, or scalars."""
-        values = {name: value if isinstance(value, list) else [value] for name, value in values.items()}
-        if ("text_input" in values) == ("input_ids" in values):
-            raise bad("give text_input or input_ids", "text_input")
-        given = values.get("text_input") or values.get("input_ids") or []
-        if "input_ids" in values and given and isinstance(given[0], int):
-            given = [given]
-        if not 1 <= len(given) <= service.options.max_prompts:
+        given, params = read_values(values)
+        if len(given) > service.options.max_prompts:
             raise bad(f"{len(given)} prompts; this server allows 1 to {service.options.max_prompts}", "text_input")
         service.admit(len(given))
-        prompts = [await service.texts.ids(_prompt(one)) for one in given]
-        fields: dict[str, Any] = {"max_tokens": DEFAULT_MAX_TOKENS}
-        for name, (_, _, field) in INPUTS.items():
-            if field is not None and name in values:
-                fields[field] = tuple(values[name]) if field == "stop" else _one(name, values[name])
-        params = validated(SamplingParams, fields)
-        if params.max_tokens < 1:
-            raise bad("max_tokens is 0", "max_tokens")
+        prompts = [await service.texts.ids(one) for one in given]
         if sum(map(len, params.stop)) > service.options.max_stop_chars:
             raise bad(f"stop_words have more than {service.options.max_stop_chars} characters", "stop_words")
         for prompt in prompts:
@@ -97,6 +85,26 @@ class Inference:
             if message["kind"] == "token" and (message["text"] or message["finish"]):
                 document = {"model_name": model, "model_version": VERSION, "text_output": message["text"]}
                 yield json.dumps(document | ({"finish_reason": message["finish"]} if message["finish"] else {}))
+
+
+def read_values(values: Mapping[str, Any]) -> tuple[list[str | list[int]], SamplingParams]:
+    """Prompts and parameters of a request's inputs, each a list or a scalar. ApiError 400 names what is wrong."""
+    values = {name: value if isinstance(value, list) else [value] for name, value in values.items()}
+    if ("text_input" in values) == ("input_ids" in values):
+        raise bad("give text_input or input_ids", "text_input")
+    given = values.get("text_input") or values.get("input_ids") or []
+    if "input_ids" in values and given and isinstance(given[0], int):
+        given = [given]
+    if not given:
+        raise bad("0 prompts", "text_input")
+    fields: dict[str, Any] = {"max_tokens": DEFAULT_MAX_TOKENS}
+    for name, (_, _, field) in INPUTS.items():
+        if field is not None and name in values:
+            fields[field] = tuple(values[name]) if field == "stop" else _one(name, values[name])
+    params = validated(SamplingParams, fields)
+    if params.max_tokens < 1:
+        raise bad("max_tokens is 0", "max_tokens")
+    return [_prompt(one) for one in given], params
 
 
 def _prompt(value: Any) -> str | list[int]:
