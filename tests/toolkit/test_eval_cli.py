@@ -242,3 +242,23 @@ def test_every_verb_has_help_with_the_common_options(verb, capsys):
     assert cli.run_command([*verb, "--help"]) == 0
     shown = capsys.readouterr().out
     assert all(option in shown for option in ("--home", "--json", "--quiet", "--offline"))
+
+
+def test_the_latency_guides_commands_parse(tmp_path):
+    """Each command of docs/latency.md, comments cut off, against the real command line."""
+    import re
+    import shlex
+    from pathlib import Path
+
+    import typer
+
+    text = (Path(__file__).parents[2] / "docs" / "latency.md").read_text().replace("\\\n", " ")
+    lines = [re.split(r"\s{3,}(?!-)", line.strip())[0] for line in text.splitlines()
+             if line.startswith("    toolkit ")]
+    assert len(lines) == 6
+    group = typer.main.get_command(cli.app)
+    for line in lines:
+        words = shlex.split(line.replace("--url ...", "--url http://h --model m"))[1:]
+        context = group.make_context("toolkit", words)
+        _, command, rest = group.resolve_command(context, [*context._protected_args, *context.args])
+        command.make_context(command.name, rest, parent=context)

@@ -57,8 +57,12 @@ def report_parts(report: EvalReport) -> list[RenderableType]:
         tokens = sum(text.tokens for text in report.texts)
         mean = sum(text.nll for text in report.texts) / tokens
         facts.append(("NLL, nats/token", f"{words.number(mean, 4)}, {tokens} tokens (give --baseline for ΔNLL)"))
-    for name, value in (("KL, nats/token", words.number(report.kl_mean, 4)),
-                        ("same top-1", words.percent(report.same_top1)), ("flips", words.percent(report.flips)),
+    kl = words.number(report.kl_mean, 4)
+    kl += f", 99 % of tokens below {words.number(report.kl_p99, 3)}" if report.kl_p99 is not None else ""
+    flips = words.percent(report.flips)
+    flips += (f" ({report.flips_to_wrong} right to wrong, {report.flips_to_right} wrong to right)"
+              if report.flips is not None else "")
+    for name, value in (("KL, nats/token", kl), ("same top-1", words.percent(report.same_top1)), ("flips", flips),
                         ("answers that could not be read", words.percent(report.unparsed))):
         if value != words.MISSING:
             facts.append((name, value))
