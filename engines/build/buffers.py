@@ -6,7 +6,8 @@ takes the smallest free buffer that is large enough, else a new one; as all laye
 buffers as one.
 
 An attention is one kernel with the RoPE before it and the quantization after it where that can be
-(``runtime/cuda/ops``): what those read stays until the last of them has run.
+(``runtime/cuda/ops``), and so are a gate_up linear and its activation: what those read stays until the last of them has
+run.
 
 A fused add writes the residual over the old one where nobody else reads it: the residual stream stays in one place.
 Quantized rows have a second buffer for scales (4 bytes a token, or a token and group).
@@ -152,10 +153,14 @@ def assign(program: Program) -> Assignment:
 
 
 def last_uses(body: Sequence[Op]) -> dict[str, int]:
-    """Value -> the index of the last Op that touches it, attentions taken together with RoPE and quantization."""
+    """Value -> the index of the last Op that touches it, where Ops that may be one kernel are taken together."""
     last = {name: index for index, op in enumerate(body) for name in (*writes(op), *reads(op))}
     made = {op.out: op for op in body if isinstance(op, RopeKV)}
+    linears = {op.out: op for op in body if isinstance(op, Linear)}
     for index, op in enumerate(body):
+        if isinstance(op, GatedSilu) and op.gate_up in linears:
+            name = linears[op.gate_up].x
+            last[name] = max(last[name], index)
         if not isinstance(op, Attention):
             continue
         after = body[index + 1] if index + 1 < len(body) else None

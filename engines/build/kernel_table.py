@@ -56,8 +56,11 @@ def _defaults(facts: ModelFacts, program: Program, block_size: int, kv: Grid, de
         grid = None if op.quant is None else op.quant.grid
         tiles = silu_mul.candidates(op.width, mode_of(grid), 0 if grid is None else group_of(grid), device)
         yield entry("silu_mul", silu_shape(op), MOST_TOKENS, tiles[0])
-    decode = attention_decode.candidates(facts.head_dim, block_size, kv_bytes, device, deterministic=deterministic)
-    yield entry("attention_decode", "split", MOST_TOKENS, decode[0])
+        yield entry("quantize", f"n={op.width}", MOST_TOKENS, quantize.candidates(op.width, device)[0])
+    for batch, most in ((8, MOST_TOKENS),) if deterministic else ((1, 4), (8, 64), (128, MOST_TOKENS)):
+        decode = attention_decode.candidates(facts.head_dim, block_size, kv_bytes, device, deterministic=deterministic,
+                                             batch=batch)
+        yield entry("attention_decode", "split", most, decode[0])
     yield from _prefill(attention_prefill.candidates(facts.head_dim, facts.num_heads // facts.num_kv_heads, kv_bytes,
                                                      device), deterministic)
     yield entry("sample", f"n={facts.vocab_size}", MOST_TOKENS, sample.candidates(facts.vocab_size, device)[0])

@@ -46,7 +46,7 @@ SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 #: The output layer sees sampled rows only.
 HEAD_SIZES = SIZES[:9]
 SECONDS = {"quick": 60.0, "full": 240.0}
-CANDIDATES = {"quick": 8, "full": 64}
+CANDIDATES = {"quick": 6, "full": 64}
 #: How many of a linear's configs compete again in the chain.
 TOPS = 3
 #: A dot tile of this many tokens serves larger steps too.

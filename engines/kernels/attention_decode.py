@@ -183,23 +183,31 @@ def decode_kernel(q_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, acc_ptr, stats_ptr, 
 
 
 def candidates(head_dim: int, block_size: int, kv_bytes: int, device: DeviceFacts, *,
-               deterministic: bool = False) -> Sequence[KernelConfig]:
-    """Tiles and split rules to try; the first is the default. ``kv_bytes``: of one cache element."""
+               deterministic: bool = False, batch: int = 8) -> Sequence[KernelConfig]:
+    """Tiles and split rules to try for about ``batch`` sequences; the first is the default. ``kv_bytes``: of one cache
+    element. Deterministic engines get one list for every batch, as a tile is part of a row's arithmetic."""
     if block_size != next_pow2(block_size):
         raise ValueError(f"block_size must be a power of two, found {block_size}")
     sms = max(1, device.num_sms)
-    rules = [(512, 0, 0), (256, 0, 0)] if deterministic else [(0, 2 * sms, 128), (0, 4 * sms, 64)]
+    rules, merges = [(0, 4 * sms, 64), (0, 2 * sms, 128)], (1,)
+    if deterministic:
+        rules, tiles = [(512, 0, 0), (256, 0, 0)], ((128, 4, 3), (64, 4, 3), (32, 4, 2))
+    elif batch <= 4:  # latency: wide tiles, so that a short context is one
+        rules, merges, tiles = rules[1:], (0, 1), ((256, 8, 2), (128, 8, 2), (128, 4, 3), (64, 4, 3))
+    elif batch <= 64:
+        tiles = ((64, 4, 3), (128, 4, 3), (32, 4, 2))
+    else:  # many sequences: many small programs
+        tiles = ((32, 4, 2), (64, 4, 3), (128, 4, 3))
     found = []
-    tiles = ((128, 4, 3), (256, 8, 2), (128, 8, 2), (64, 4, 3), (32, 4, 2))
-    for tile, warps, stages in tiles if kv_bytes > 1 else ((128, 8, 2), (256, 8, 2), (64, 4, 3), (32, 4, 2)):
+    for tile, warps, stages in tiles:
+        if kv_bytes == 1 and tile == 128:
+            warps, stages = 8, 2  # four warps would spill while they widen the codes
         if max(1, stages - 1) * 2 * tile * next_pow2(head_dim) * kv_bytes > device.shared_bytes * 3 // 4:
             continue
-        for merge, (split, target, least) in [(m, r) for r in rules for m in (1, 0)]:
-            if split % tile:
-                continue
-            found.append(KernelConfig.of("split", TILE=tile, SPLIT=split, TARGET=target, MIN_SPLIT=least, MERGE=merge,
-                                         num_warps=warps, num_stages=stages, pdl=device.capability >= 90))
-    return found
+        found += [KernelConfig.of("split", TILE=tile, SPLIT=split, TARGET=target, MIN_SPLIT=least, MERGE=merge,
+                                  num_warps=warps, num_stages=stages, pdl=device.capability >= 90)
+                  for split, target, least in rules for merge in merges if split % tile == 0]
+    return list(dict.fromkeys(found))
 
 
 def check_epilogue(quant: ActQuant, group: int, head_dim: int, query_len: int) -> None:

@@ -69,9 +69,9 @@ def norm_kernel(x_ptr, residual_ptr, residual_out_ptr, rows_ptr, weight_ptr, pre
 
 
 def candidates(n: int, device: DeviceFacts) -> Sequence[KernelConfig]:
-    """Warps to try for rows of ``n``; the first is the default (8 elements, one 16-byte load, a thread)."""
+    """Warps to try for rows of ``n``; the first is the default (16 elements, two 16-byte loads, a thread)."""
     block = next_pow2(n)
-    best = min(16, max(1, block // 256))
+    best = min(16, max(1, block // 512))
     sizes = dict.fromkeys([best, *(w for w in (4, 8, 16) if w * 32 <= block)])
     return [KernelConfig.of("row", num_warps=w, pdl=device.capability >= 90) for w in sizes]
 

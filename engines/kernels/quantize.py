@@ -99,7 +99,7 @@ def quantize_kernel(x_ptr, pre_quant_ptr, out_ptr, scales_ptr, input_scale_ptr, 
 def candidates(n: int, device: DeviceFacts) -> Sequence[KernelConfig]:
     """Warps to try for rows of ``n``; the first is the default."""
     block = next_pow2(n)
-    sizes = [w for w in (8, 4, 16) if w * 32 <= block] or [1]
+    sizes = dict.fromkeys(w for w in (min(16, block // 512), 8, 4, 16) if w > 0 and w * 32 <= block) or [1]
     return [KernelConfig.of("row", num_warps=w, pdl=device.capability >= 90) for w in sizes]
 
 

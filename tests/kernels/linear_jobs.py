@@ -15,7 +15,8 @@ WEIGHT = {"float": "bf16", "fp8": "fp8e4nv", "int8": "i8", "int8_weight": "i8"}
 WORDS = {"float": ("bf16", "bf16"), "fp8": ("i64", "i64"), "int8": ("i32", "i32"), "int8_weight": ("i64", "i32")}
 
 
-def job(impl: NaturalLinear, config: KernelConfig, capability: int = 90) -> CompileJob:
+def job(impl: NaturalLinear, config: KernelConfig, capability: int = 90, *, gated: bool = False, out: str = "bf16"
+        ) -> CompileJob:
     """The variant that a launch with n and k multiples of 16 compiles: per-token scales, no bias, no ragged k."""
     meta: dict[str, Any] = dict(config.meta)
     common = {"KIND": impl.kind, "PER_TOKEN": True, "HAS_BIAS": False, "PDL": config.pdl}
@@ -27,11 +28,13 @@ def job(impl: NaturalLinear, config: KernelConfig, capability: int = 90) -> Comp
                "num_stages": config.num_stages, "pdl": config.pdl}
     if config.kernel == "gemv":
         words = WORDS[impl.kind]
-        return CompileJob.of(gemv_kernel, {"x_ptr": f"*{words[0]}", "w_ptr": f"*{words[1]}", **pointers},
-                             {**common, **meta, "EVEN_K": True, "ASM": True}, **options)
+        types = {"x_ptr": f"*{words[0]}", "w_ptr": f"*{words[1]}", "out_scale_ptr": "*fp32", **pointers,
+                 "out_ptr": f"*{out}"}
+        return CompileJob.of(gemv_kernel, types,
+                             {**common, **meta, "EVEN_K": True, "ASM": True, "GATED": gated}, **options)
     x_desc = f"tensordesc<{x}[{meta['BLOCK_M']},{meta['BLOCK_K']}]>"
     w_desc = f"tensordesc<{weight}[{meta['BLOCK_N']},{meta['BLOCK_K']}]>"
-    types: dict[str, str] = dict(pointers)
+    types = dict(pointers)
     constants: dict[str, Any] = {**common, **meta}
     if config.kernel == "dot":
         types |= {"x_ptr": f"*{x}", "w_ptr": f"*{weight}", "partial_ptr": "*fp32", "ticket_ptr": "*i32"}

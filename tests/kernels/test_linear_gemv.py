@@ -68,3 +68,26 @@ def test_rows_do_not_depend_on_their_mates() -> None:
         assert given.x_scale is not None
         alone = replace(given, x=given.x[i:i + 1].clone(), x_scale=given.x_scale[i:i + 1].clone())
         assert torch.equal(run(alone, config)[0], together[i])
+
+
+@pytest.mark.parametrize("impl", IMPLS[:3], ids=lambda impl: impl.name)
+@pytest.mark.parametrize(("m", "inter", "block_n"), [(1, 5, 4), (1, 8, 8), (2, 7, 2), (3, 9, 4)])
+def test_gated_output_is_silu_of_gate_times_up(impl: NaturalLinear, m: int, inter: int, block_n: int) -> None:
+    given = problem(impl, m, 2 * inter, 272)
+    gate, up = impl.twin(given.x, given.packed, x_scale=given.x_scale).chunk(2, 1)
+    wanted = torch.nn.functional.silu(gate) * up
+    out = torch.full((m, inter), float("nan"), dtype=HALF, device=given.x.device)
+    impl.launch_gated(given.x, given.packed, _gemv(m, block_n, 32, 0), out, x_scale=given.x_scale)
+    assert (out.float() - wanted).norm() <= 4e-3 * wanted.norm()
+    scale = wanted.abs().max() / 448.0
+    codes = torch.full((m, inter), float("nan"), device=given.x.device).to(torch.float8_e4m3fn)
+    impl.launch_gated(given.x, given.packed, _gemv(m, block_n, 32, 0), codes, x_scale=given.x_scale, out_scale=scale)
+    assert (codes.float() * scale - wanted).norm() <= 4e-2 * wanted.norm()
+
+
+def test_only_gemv_gates() -> None:
+    given = problem(IMPLS[0], 1, 8, 64)
+    out = torch.empty(1, 4, dtype=HALF, device=given.x.device)
+    for config in (KernelConfig.of("torch"), _gemv(1, 1, 32, 0)):
+        with pytest.raises(ValueError, match="cannot gate"):
+            IMPLS[0].launch_gated(given.x, given.packed, config, out)

@@ -27,6 +27,9 @@ VARIANTS = {  # name -> (impl, kernel, tokens, capability)
     "gemv bf16": (BF16, "gemv", 1, 90),
     "gemv fp8": (FP8, "gemv", 1, 90),
     "gemv int8": (INT8, "gemv", 1, 90),
+    "gemv bf16 gated": (BF16, "gemv", 1, 90),
+    "gemv fp8 gated": (FP8, "gemv", 1, 90),
+    "gemv int8 gated": (INT8, "gemv", 1, 90),
     "gemv int8 weight": (WEIGHT_ONLY, "gemv", 1, 90),
     "dot bf16": (BF16, "dot", 16, 90),
     "dot fp8": (FP8, "dot", 16, 90),
@@ -43,8 +46,9 @@ VARIANTS = {  # name -> (impl, kernel, tokens, capability)
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, KernelFacts]:
-    jobs = [job(impl, _first(impl, kernel, m, capability), capability) for impl, kernel, m, capability in
-            VARIANTS.values()]
+    jobs = [job(impl, _first(impl, kernel, m, capability), capability, gated=name.endswith("gated"),
+                out="fp8e4nv" if name == "gemv fp8 gated" else "bf16")
+            for name, (impl, kernel, m, capability) in VARIANTS.items()]
     found = compile_jobs(jobs)
     for name, facts in zip(VARIANTS, found, strict=True):
         assert isinstance(facts, KernelFacts), f"{name}: {facts}"

@@ -14,6 +14,10 @@ Overlap. With PDL the first weight tile is asked for *before* ``gdc_wait``: weig
 so the memory stays busy across the kernel boundary (about 2 us a kernel otherwise). ``LOOP`` 0 holds the next tile in
 registers while the current one is used, 1 is a plain loop, more is an asynchronous pipeline of that many stages.
 
+``GATED``: the weight is a stacked gate and up, [2 inter, k]; a program takes BLOCK_N / 2 rows of each, the same ones,
+and stores silu(gate) * up, [m, inter], so that the gated activation needs no kernel of its own (bf16, or fp8 by a
+static scale). Gate and up are not rounded in between.
+
 Arithmetic, by ``KIND``:
 
 * ``float``: 16-bit weights and activations, widened, fp32 multiply-add.
@@ -33,7 +37,7 @@ import triton
 import triton.language as tl
 
 from engines.kernels.impl import KernelConfig
-from engines.kernels.jit import HAS_ASM, dp4a, gdc_launch, gdc_wait, launch_options, next_pow2
+from engines.kernels.jit import HAS_ASM, dp4a, gdc_launch, gdc_wait, launch_options, next_pow2, to_fp8
 
 MAX_ROWS = 4
 UNIT = {"float": 1, "int8": 4, "int8_weight": 4, "fp8": 8}
@@ -176,17 +180,36 @@ def _inputs(rows, start, k, KIND: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.
     return _load(rows[:, None, None] + at, at, k, EVEN_K)
 
 
-@triton.jit(do_not_specialize=["m"], do_not_specialize_on_alignment=["x_scale_ptr"])
-def gemv_kernel(x_ptr, w_ptr, w_scale_ptr, x_scale_ptr, bias_ptr, out_ptr, m, n, k, KIND: tl.constexpr,
+@triton.jit
+def _store_gated(total, out_scale_ptr, out_ptr, first, token, m, inter, ROWS: tl.constexpr, HALF: tl.constexpr) -> None:
+    """Sums [ROWS, gate rows then up rows] -> silu(gate) * up in columns ``first`` ... of out [m, inter]."""
+    gate, up = tl.split(tl.permute(tl.reshape(total, (ROWS, 2, HALF)), (0, 2, 1)))
+    y = gate / (1.0 + tl.exp(-gate)) * up
+    column = first + tl.arange(0, HALF)
+    at = out_ptr + token[:, None] * inter + column[None, :]
+    mask = (token < m)[:, None] & (column < inter)[None, :]
+    if out_ptr.dtype.element_ty == tl.float8e4nv:
+        tl.store(at, to_fp8(y * (1.0 / tl.load(out_scale_ptr))), mask=mask)
+    else:
+        tl.store(at, y.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["m"], do_not_specialize_on_alignment=["x_scale_ptr", "out_scale_ptr"])
+def gemv_kernel(x_ptr, w_ptr, w_scale_ptr, x_scale_ptr, bias_ptr, out_scale_ptr, out_ptr, m, n, k, KIND: tl.constexpr,
                 ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, LOOP: tl.constexpr,
-                EVEN_K: tl.constexpr, PER_TOKEN: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr,
-                ASM: tl.constexpr) -> None:
+                EVEN_K: tl.constexpr, PER_TOKEN: tl.constexpr, HAS_BIAS: tl.constexpr, GATED: tl.constexpr,
+                PDL: tl.constexpr, ASM: tl.constexpr) -> None:
     """``k`` counts units. ROWS (1, 2, 4) >= m; token rows beyond m and weight rows beyond n repeat the last one."""
-    first = tl.program_id(0) * BLOCK_N
+    HALF: tl.constexpr = BLOCK_N // 2
     local = tl.arange(0, BLOCK_N)
-    valid = tl.minimum(local, n - 1 - first)
     token = tl.arange(0, ROWS)
     unit = tl.arange(0, BLOCK_K)[None, None, :]
+    if GATED:
+        first = tl.program_id(0) * HALF
+        valid = tl.minimum(local % HALF, n // 2 - 1 - first) + local // HALF * (n // 2)
+    else:
+        first = tl.program_id(0) * BLOCK_N
+        valid = tl.minimum(local, n - 1 - first)
     w_at = w_ptr + first.to(tl.int64) * k + (valid[None, :, None] * k + unit)
     x_rows = x_ptr + tl.minimum(token, m - 1) * k
     acc = tl.zeros((ROWS, BLOCK_N, BLOCK_K), tl.int32 if KIND == "int8" else tl.float32)
@@ -216,29 +239,36 @@ def gemv_kernel(x_ptr, w_ptr, w_scale_ptr, x_scale_ptr, bias_ptr, out_ptr, m, n,
         total *= 256.0
     if HAS_BIAS:
         total += tl.load(bias_ptr + first + valid).to(tl.float32)[None, :]
-    at = out_ptr + token[:, None] * n + (first + local)[None, :]
-    tl.store(at, total.to(out_ptr.dtype.element_ty), mask=(token < m)[:, None] & (first + local < n)[None, :])
+    if GATED:
+        _store_gated(total, out_scale_ptr, out_ptr, first, token, m, n // 2, ROWS, HALF)
+    else:
+        at = out_ptr + token[:, None] * n + (first + local)[None, :]
+        tl.store(at, total.to(out_ptr.dtype.element_ty), mask=(token < m)[:, None] & (first + local < n)[None, :])
 
 
 def launch_gemv(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, config: KernelConfig, kind: str, *,
-                w_scale: torch.Tensor | None, x_scale: torch.Tensor | None, bias: torch.Tensor | None) -> None:
+                w_scale: torch.Tensor | None, x_scale: torch.Tensor | None, bias: torch.Tensor | None,
+                gated: bool = False, out_scale: torch.Tensor | None = None) -> None:
     """out [m, n] = x [m, k] weight [n, k]^T for 1 <= m <= 4; every tensor contiguous, its address a multiple of 16.
 
-    ``config.meta``: ROWS >= m, BLOCK_N, BLOCK_K (units), LOOP. k must be a multiple of UNIT[kind].
+    ``config.meta``: ROWS >= m, BLOCK_N, BLOCK_K (units), LOOP. k must be a multiple of UNIT[kind]. ``gated``: out is
+    [m, n / 2], silu of the first half of the rows times the second; fp8 with ``out_scale`` [].
     """
-    m, n = out.shape
+    m, n = out.shape[0], weight.shape[0]
     if not 1 <= m <= config["ROWS"] <= MAX_ROWS:
         raise ValueError(f"gemv with ROWS={config['ROWS']} was asked for {m} rows")
+    if gated and (config["BLOCK_N"] < 2 or n % 2 or (out_scale is not None) != (out.dtype == torch.float8_e4m3fn)):
+        raise ValueError(f"gated: BLOCK_N {config['BLOCK_N']} >= 2, an even n {n}, and a scale with fp8, {out.dtype}")
     units = weight.shape[1] // UNIT[kind]
     if kind != "float":
         weight, x = weight.view(_WEIGHT_UNIT[kind]), x.view(_X_UNIT[kind])
     some = weight  # an unused pointer still needs a tensor
     gemv_kernel[(triton.cdiv(n, config["BLOCK_N"]),)](
         x, weight, some if w_scale is None else w_scale, some if x_scale is None else x_scale,
-        some if bias is None else bias, out, m, n, units, KIND=kind, ROWS=config["ROWS"],
-        BLOCK_N=config["BLOCK_N"], BLOCK_K=config["BLOCK_K"], LOOP=config["LOOP"],
+        some if bias is None else bias, some if out_scale is None else out_scale, out, m, n, units, KIND=kind,
+        ROWS=config["ROWS"], BLOCK_N=config["BLOCK_N"], BLOCK_K=config["BLOCK_K"], LOOP=config["LOOP"],
         EVEN_K=units % config["BLOCK_K"] == 0, PER_TOKEN=x_scale is not None and x_scale.ndim > 0,
-        HAS_BIAS=bias is not None, ASM=HAS_ASM, **launch_options(config))
+        HAS_BIAS=bias is not None, GATED=gated, ASM=HAS_ASM, **launch_options(config))
 
 
 def gemv_rows(m: int) -> int:

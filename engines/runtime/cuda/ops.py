@@ -4,10 +4,13 @@ Binding closes over weights and constants; what is left for a step is its shape 
 follow. The functions only launch kernels: they are run eagerly, captured into CUDA graphs, and dry-run to learn which
 variants exist, all through the same code.
 
-An attention is bound together with its neighbours, so that a decode step has two kernels less a layer:
+Neighbours are bound together, so that a decode step has up to three kernels less a layer:
 
-* with the RoPE before it, for decoding rows (``kernels/attention_rope``; prefill rows need rotated queries and keys in
-  memory first). The norm before that layer's qkv linear is then the fence that early reads of the cache need;
+* an attention with the RoPE before it, for decoding rows (``kernels/attention_rope``; prefill rows need rotated
+  queries and keys in memory first). The norm before that layer's qkv linear is then the fence that early reads of the
+  cache need;
+* a gate_up linear with its activation, where the linear runs as GEMV: it stores silu(gate) * up itself (int8 per token
+  then takes ``kernels/quantize``, as a row's scale needs the whole row);
 * with a quantization that alone reads it, where attention kernels can do that themselves (fp8 static, pre_quant_scale,
   and for pure decode steps int8 groups).
 """
@@ -37,6 +40,7 @@ from engines.kernels import (
 )
 from engines.kernels.jit import ActQuant as Mode
 from engines.kernels.jit import next_pow2
+from engines.kernels.linear.natural import NaturalLinear
 from engines.plan import Plan
 from engines.program import (
     ActQuant,
@@ -116,12 +120,14 @@ class Binder:
             op = group.op
             if isinstance(op, Attention):
                 run = self._attention(op, group.rope, group.quant)
+            elif isinstance(op, Linear) and group.silu is not None:
+                run = self._gated(op, group.silu)
             elif type(op) in self._binders:
                 run = self._binders[type(op)](op)
             else:
                 raise EngineError(f"{op.op} was left unfused, which has no GPU kernel",
                                   "The layer's linears are on different grids or scales; quantize them alike.")
-            kinds = [kind_of(part) for part in (group.rope, op, group.quant) if part is not None]
+            kinds = [kind_of(part) for part in (group.rope, op, group.quant, group.silu) if part is not None]
             bound.append(Bound(f"{kinds} {getattr(op, 'out', '') in self._fences}", run))
         return bound
 
@@ -216,6 +222,30 @@ class Binder:
                             input_scale=codes.input_scale, scales=rows.scales(op.out, shape.tokens))
         return run
 
+    def _gated(self, op: Linear, silu: GatedSilu) -> Run:
+        """A gate_up linear and its activation: one kernel (and a quantization) at the step sizes where it can be."""
+        codes, rows, packed, impl = self.codes(silu.quant), self.arena.rows, self.weights.linear(op), IMPLS[
+            self.plan.choice(op).impl]
+        linear, activation, static = self._linear(op), self._silu(silu), self.static_scale(op)
+        possible = isinstance(impl, NaturalLinear) and codes.pre_quant_scale is None and codes.mode in (
+            Mode.NONE, Mode.FP8_STATIC, Mode.INT8_TOKEN)
+
+        def run(shape: Shape) -> None:
+            t = shape.tokens
+            config = self.configs.linear(op, t)
+            if not (possible and isinstance(impl, NaturalLinear) and impl.gates(config)):
+                linear(shape)
+                activation(shape)
+                return
+            apart = codes.mode is Mode.INT8_TOKEN  # the row waits where gate_up would have been
+            target = rows.of(op.out, t).view(-1)[:t * silu.width].view(t, -1) if apart else rows.of(silu.out, t)
+            impl.launch_gated(rows.of(op.x, t), packed, config, target,
+                              x_scale=rows.scales(op.x, t) if static is None else static, out_scale=codes.input_scale)
+            if apart:
+                quantize.launch(target, rows.of(silu.out, t), self.configs.of("quantize", t, f"n={silu.width}"),
+                                quant=codes.mode, scales=rows.scales(silu.out, t))
+        return run
+
     def _attention(self, op: Attention, rope: RopeKV | None, quant: Quantize | None) -> Run:
         codes = self.codes(None if quant is None else quant.quant)
         plain = codes.mode in (Mode.NONE, Mode.FP8_STATIC)
@@ -293,15 +323,16 @@ def fences(ops: Sequence[Op]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """An Op, and what an attention takes in beside itself."""
+    """An Op, and what it takes in beside itself: an attention RoPE and quantization, a linear its activation."""
 
     op: Op
     rope: RopeKV | None = None
     quant: Quantize | None = None
+    silu: GatedSilu | None = None
 
 
 def attention_groups(ops: Sequence[Op]) -> Iterator[Group]:
-    """Each Op; an attention together with the RopeKV before it and the Quantize after it that only concern it."""
+    """Each Op, together with those neighbours that only concern it."""
     readers: dict[str, int] = {}
     for op in ops:
         for name in reads(op):
@@ -317,4 +348,9 @@ def attention_groups(ops: Sequence[Op]) -> Iterator[Group]:
         if isinstance(op, Attention) and rest and isinstance(rest[0], Quantize) and (
                 rest[0].x == op.out and readers[op.out] == 1):
             quant = rest.pop(0)  # type: ignore[assignment]
-        yield Group(op, rope, quant)
+        silu = rest[0] if rest and isinstance(op, Linear) else None
+        if isinstance(op, Linear) and isinstance(silu, GatedSilu) and silu.gate_up == op.out and readers[op.out] == 1:
+            rest.pop(0)
+            yield Group(op, silu=silu)
+        else:
+            yield Group(op, rope, quant)
