@@ -158,7 +158,8 @@ def main() -> int:
     print("\n".join(f"{cell.name:70} {cell.value:10.4g} {cell.unit}" for cell in cells))
     print("\n".join(result.faults[:40]) or "everything held")
     if options.json:
-        write_cells(options.json, cells)
+        write_cells(options.json, cells, f"python -m benchmarks.serve_soak --engine DIR --requests {options.requests} "
+                    f"--in-flight {options.in_flight} --rounds {options.rounds} --seed {options.seed}")
     return 1 if result.faults else 0
 
 
