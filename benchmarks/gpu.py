@@ -233,6 +233,12 @@ def evidence(engine: Engine) -> None:
                 f"{timing['runner_up']}")
 
 
+def save(cells: list[BenchCell], path: Path | None) -> None:
+    """Write what there is, so that a run that is cut off leaves its figures."""
+    if path is not None:
+        write_cells(path, cells, device=torch.cuda.get_device_name())
+
+
 def run(arguments: argparse.Namespace, work: Path) -> list[BenchCell]:
     checkpoint = RandomCheckpoint(arguments.precision, FP8_KV if arguments.kv == "fp8" else BF16, arguments.layers)
     spec = EngineSpec(device="cuda", max_seq_len=arguments.max_seq_len, max_batch_size=arguments.max_batch_size,
@@ -261,10 +267,13 @@ def run(arguments: argparse.Namespace, work: Path) -> list[BenchCell]:
     seconds(llm, 4, 64, 4, 1)
     if "decode" in arguments.cells:
         cells.decode(tuple(b for b in arguments.batches if b <= spec.max_batch_size), arguments.repeats)
+        save(cells.cells, arguments.json)
     if "prefill" in arguments.cells:
         cells.prefill(tuple(s for s in PREFILLS if s[0] <= spec.max_batch_size), arguments.repeats)
+        save(cells.cells, arguments.json)
     if "long" in arguments.cells:
         cells.long(LONG)
+        save(cells.cells, arguments.json)
     if arguments.profile:
         for batch in arguments.profile:
             profile(llm, batch, 128)
@@ -300,8 +309,7 @@ def main() -> None:
             release()
             cells = with_peers(cells, list(peers(arguments.precision, work)))
         print(table(cells))
-        if arguments.json is not None:
-            write_cells(arguments.json, cells, device=torch.cuda.get_device_name())
+        save(cells, arguments.json)
     finally:
         shutil.rmtree(work, ignore_errors=True)
 

@@ -114,7 +114,7 @@ class LLM:
     def _ids(self, prompts: Prompts) -> list[list[int]]:
         if isinstance(prompts, str):
             prompts = [prompts]
-        return [self.tokenizer.encode(prompt) if isinstance(prompt, str) else [int(index) for index in prompt]
+        return [self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(map(int, prompt))
                 for prompt in prompts]
 
     def generate(self, prompts: Prompts, params: SamplingParams | Sequence[SamplingParams] | None = None

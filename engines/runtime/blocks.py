@@ -197,6 +197,6 @@ class BlockPool:
         if self.num_blocks <= SMALL:
             self.check(())
             self._free = dict.fromkeys(sorted(self._free))
-        elif any(self.owners) or self.available != self.num_blocks:
+        elif self.available != self.num_blocks:
             raise EngineError(f"nothing runs, but {self.num_blocks - self.available} of {self.num_blocks} KV blocks "
                               "are not free", "A block is lost: " + _BUG)

@@ -214,7 +214,8 @@ class Loop:
         if len(prompt) + max_tokens > limit:
             raise LimitError(f"{len(prompt)} prompt tokens + {max_tokens} max_tokens exceed this engine's max_seq_len "
                              f"of {limit}", "Shorten the prompt, lower max_tokens, or build with a larger max_seq_len.")
-        if strange := next((index for index in prompt if not 0 <= index < self._vocab_size), None):
+        if min(prompt) < 0 or max(prompt) >= self._vocab_size:  # (a loop in Python would take a millisecond)
+            strange = next(index for index in prompt if not 0 <= index < self._vocab_size)
             raise LimitError(f"token id {strange} is outside the vocabulary of {self._vocab_size}",
                              "The ids come from another model's tokenizer.")
 
