@@ -207,7 +207,7 @@ class Binder:
 
         def run(shape: Shape) -> None:
             quantize.launch(rows.of(op.x, shape.tokens), rows.of(op.out, shape.tokens),
-                            self.configs.of("quantize", shape.tokens), quant=codes.mode,
+                            self.configs.of("quantize", shape.tokens, "any"), quant=codes.mode,
                             group=codes.group, pre_quant_scale=codes.pre_quant_scale, input_scale=codes.input_scale,
                             scales=rows.scales(op.out, shape.tokens))
         return run
