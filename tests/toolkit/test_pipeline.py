@@ -147,20 +147,52 @@ def test_gate_publish_verify_and_generate(finished, tiny_job, call, tmp_path):
     code, out, err = call("publish", engine, "--to", target, "--alias", "production", "--json")
     assert code == 0, err
     assert json.loads(out)["engine"] == engine
-    card = next(target.glob("releases/*/README.md")).read_text()
+    pulled = tmp_path / "pulled"
+    assert call("releases", "pull", "production", "--to", target, "--out", pulled)[0] == 0
+    card = (pulled / "README.md").read_text()
     assert engine in card
     assert "Apache-2.0" in card
+    assert "calibration-set" in (pulled / "provenance.json").read_text()
+    assert {path.name for path in (pulled / ".eval_results").iterdir()} == {"words.yaml", "delta_nll.yaml"}
     assert call("releases", "verify", "--to", target, "-q")[0] == 0
     code, out, _ = call("generate", "alias:production", "-p", "river engine", "--max-tokens", 4, "--json")
     assert code == 0
     assert len(json.loads(out)["token_ids"]) <= 4
-    weights = next(target.rglob("*.safetensors"))
+    weights = max((target / "blobs" / "sha256").iterdir(), key=lambda path: path.stat().st_size)
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(bytes(content))
     code, out, _ = call("releases", "verify", "--to", target, "--json")
     assert code == 4
     assert json.loads(out)["error"]["code"] == "release_damaged"
+
+
+def test_an_override_is_a_marked_release_and_is_rolled_back(finished, call, tmp_path):
+    _, document = finished
+    base, target = document["rows"][0]["engine_digest"], tmp_path / "releases"
+    first = call("publish", document["rows"][1]["engine_digest"], "--to", target, "--alias", "production", "-q")
+    assert first[0] == 0, first[2]
+    assert call("publish", base, "--to", target, "--alias", "production", "--override")[0] == 2, "it needs a reason"
+    code, out, err = call("publish", base, "--to", target, "--alias", "production", "--override", "--reason",
+                          "a baseline for the demo", "--part", "checkpoint", "--json")
+    assert code == 0, err
+    marked = json.loads(out)
+    assert marked["verdict"] == "NOT JUDGED (override)"
+    code, out, _ = call("releases", "ls", "--to", target, "--json")
+    assert {release["verdict"] for release in json.loads(out)["releases"]} == {"PASS", "NOT JUDGED (override)"}
+    code, out, _ = call("generate", "alias:production", "-p", "x", "--json")
+    assert code == 4, "a release of the checkpoint alone has no engine to serve"
+    assert call("releases", "rollback", "production", "--to", target)[0] == 2, "a rollback needs a reason"
+    code, out, err = call("releases", "rollback", "production", "--to", target, "--reason", "not judged", "-q")
+    assert (code, out) == (0, first[1]), err
+    code, out, _ = call("releases", "log", "--to", target, "--json")
+    assert [entry["action"] for entry in json.loads(out)["entries"]] == ["publish", "alias", "publish", "alias",
+                                                                         "rollback"]
+    code, out, _ = call("releases", "log", "--to", target, "--at", "2999-01-01", "--json")
+    assert json.loads(out)["aliases"]["production"]["digest"] == first[1].strip()
+    assert call("releases", "verify", "--to", target)[0] == 0
+    code, out, _ = call("jobs", "ls", "--json")
+    assert {work["state"] for work in json.loads(out)["jobs"]} <= {"finished", "failed", "cancelled"}
 
 
 def test_requests_and_answers_travel_as_files(finished, call, tmp_path):

@@ -101,6 +101,14 @@ def push(page, label, key, times):
         thumb.press(key)
 
 
+#: Where the int4_awq point is drawn, in script: SVG text is no HTML text.
+POINT = """(() => {
+  const text = [...document.querySelectorAll('.js-plotly-plot .textpoint')].find(t => t.textContent == 'int4_awq');
+  const point = text && text.closest('.trace').querySelector('.point');
+  return point && point.getBoundingClientRect().toJSON();
+})()"""
+
+
 def test_choose_an_engine_with_the_sliders(browser, served, watched):
     """Open, read the recommendation, tighten a limit by keyboard, click an engine, send the link to somebody else."""
     page = watched.page
@@ -115,10 +123,8 @@ def test_choose_an_engine_with_the_sliders(browser, served, watched):
     page.get_by_role("combobox", name="Cost").click()
     page.get_by_role("option", name="Size").click()
     page.wait_for_function("location.search.includes('cost=Size')")
-    points = page.locator(".js-plotly-plot").first.locator(".textpoint")
-    points.filter(has_text="int4_awq").first.wait_for()
-    box = page.locator(".js-plotly-plot").first.locator(".trace:has(.textpoint:has-text('int4_awq')) .point"
-                                                        ).first.bounding_box()
+    page.wait_for_function(POINT)
+    box = page.evaluate(POINT)
     page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
     page.locator("details[open]").filter(has_text="int4_awq").wait_for()
 
@@ -156,7 +162,7 @@ def test_set_an_objective_and_keep_the_run_from_page_to_page(served, watched, fu
     page.get_by_text("Memory map").wait_for()
 
 
-def test_raise_a_layer_and_export_the_recipe(served, watched, tmp_path):
+def test_raise_a_layer_and_export_the_recipe(browser, served, watched, tmp_path):
     from calib.recipe import load_recipe
 
     page = watched.page
@@ -170,10 +176,10 @@ def test_raise_a_layer_and_export_the_recipe(served, watched, tmp_path):
         page.get_by_role("button", name="Recipe").click()
     found.value.save_as(tmp_path / found.value.suggested_filename)
     assert load_recipe(tmp_path / "int4_awq-keep-3.yaml").keep == ("model.layers.3.*",)
-    other = page.context.new_page()
-    other.goto(page.url)
-    other.get_by_text("+0.0300").wait_for(timeout=90_000)
-    other.close()
+    other = Watched(browser)
+    other.page.goto(page.url)
+    other.page.get_by_text("+0.0300").wait_for()
+    other.quiet()
 
 
 def test_start_a_job_refresh_and_restart_the_server(browser, served, watched, full_home):

@@ -69,7 +69,7 @@ def test_flips_are_shown_in_words_the_most_harmful_first(open_page, stored_home,
     assert table["document"][0] == "doc 5"
     assert table["ΔNLL, nats/token"][0] == pytest.approx(0.1)
     tradeoffs = open_page(stored_home, loss="5 points")
-    assert "it lost 16.7 [" in tradeoffs.markdown[0].value, "one of six more is wrong than before"
+    assert "int8\\: it lost 16.7 " in tradeoffs.markdown[0].value, "one of six more is wrong than before"
 
 
 def test_accuracy_without_the_answers_says_what_to_run(open_page, stored_home):

@@ -65,7 +65,8 @@ def _step(op: Mapping[str, Any]) -> Step:
               "rope_kv": ("rope q", "rope k", "kv_write"), "gated_silu": ("silu_mul", *quantize)}
     detail = {"rope_kv": "rotate q and k, store k and v", "add_norm": "residual and norm in one pass",
               "gated_silu": "gate and up in one pass", "attention": "over the paged KV cache"}.get(kind, "")
-    return Step(kind, detail + (", then quantize" if quantize else ""), before.get(kind, (kind,)), _layer(op))
+    detail = ", then ".join(part for part in (detail, "quantize" if quantize and kind in before else "") if part)
+    return Step(kind, detail, before.get(kind, (kind,)), _layer(op))
 
 
 def _layer(op: Mapping[str, Any]) -> int | None:
