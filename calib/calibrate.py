@@ -78,13 +78,15 @@ class _Outcome:
 
 def quantize(model: str | Path, recipe: Recipe, out: Path, *, kv_cache: KvChoice = "bf16",
              calibration: CalibrationSet, choose_texts: Sequence[str] = (), report: Report = silent,
-             inspect: Inspect | None = None, resume: bool = True, seed: int = 0, offline: bool = False
-             ) -> QuantizedCheckpoint:
+             inspect: Inspect | None = None, resume: bool = True, seed: int = 0, offline: bool = False,
+             measured: Path | None = None) -> QuantizedCheckpoint:
     """Calibrate ``model`` by ``recipe`` and write a validated checkpoint to ``out`` (which must not exist).
 
     ``choose_texts`` are for measured choices (smoothing strength, protected layers) and must overlap neither
     calibration nor evaluation. ``inspect`` is called once with the finished model in memory: fake-quantized, exactly
-    what was written. ``resume`` False forgets what an earlier, killed run measured. ``seed`` picks the calibration rows
+    what was written. Losses of candidates are kept until the checkpoint is whole, or, in the folder ``measured``, for
+    every later call that would measure the same (a KV cache on another grid is no difference: it is off while choices
+    are made). ``resume`` False forgets what an earlier, killed run measured. ``seed`` picks the calibration rows
     where the set has more than the recipe uses. The same inputs on the same kind of
     machine give the same digest. Errors: those of ``make_plan``, CalibrationDataError, SanityError, CoverageError,
     DiskSpaceError, ArtifactError; each names the module or file.
@@ -99,10 +101,10 @@ def quantize(model: str | Path, recipe: Recipe, out: Path, *, kv_cache: KvChoice
     refuse_overlap(calibration, choose_texts, "calibration and choose texts")
     with ArtifactWriter(Path(out), KIND, FORMAT, parents=[calibration.digest]) as writer:
         work = writer.path.with_name(f".{writer.path.name}.work")
-        if not resume:
-            shutil.rmtree(work, ignore_errors=True)
-        memory = _Memory(work / "losses.json", _inputs_key(plan, source, calibration, choose_texts, seed))
-        memory.load()
+        key = _inputs_key(plan, source, calibration, choose_texts, seed)
+        memory = _Memory(work / "losses.json" if measured is None else measured / f"{key[:16]}.json", key)
+        if resume:
+            memory.load()
         batches = calibration.batches(recipe.rows, seed)
         stage = _Stage(plan, source, tokenizer, batches, tuple(choose_texts), report, inspect, memory)
         outcome = stage.run(writer.folder)
@@ -119,7 +121,7 @@ def quantize(model: str | Path, recipe: Recipe, out: Path, *, kv_cache: KvChoice
 def _inputs_key(plan: CalibrationPlan, source: QuantizedCheckpoint, calibration: CalibrationSet,
                 choose_texts: Sequence[str], seed: int) -> str:
     return sha256_hex(canonical_json({
-        "recipe": plan.recipe.model_dump(mode="json"), "kv": str(plan.kv), "source": source.digest,
+        "recipe": plan.recipe.model_dump(mode="json"), "source": source.digest,
         "calibration": calibration.digest, "choose": [sha256_hex(text.encode()) for text in choose_texts],
         "seed": seed, "versions": installed_versions()}))
 

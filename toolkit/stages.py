@@ -141,7 +141,7 @@ def checkpoint(shop: Workshop, stuff: Material, engine: EngineJob, inspect: Insp
 
         quantize(stuff.model, load_recipe(engine.recipe), place, kv_cache=engine.kv_cache,
                  calibration=stuff.calibration, choose_texts=stuff.choose, report=shop.report, inspect=inspect,
-                 seed=stuff.seed)
+                 seed=stuff.seed, measured=shop.home.path / "measured")
         shop.standing(place, "quantized-checkpoint")
     return QuantizedCheckpoint.open(place)
 

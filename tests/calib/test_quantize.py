@@ -184,7 +184,7 @@ def _quantize_until_killed(model_folder, calibration, choose, out):
 
 def test_killed_in_the_middle_it_goes_on_and_ends_with_the_same_digest(made, model_folder, calibration, choose,
                                                                       tmp_path, monkeypatch):
-    out = tmp_path / "out"
+    out, alone = tmp_path / "out", made("int8", "bf16")[0].digest
     process = multiprocessing.get_context("fork").Process(
         target=_quantize_until_killed, args=(model_folder, calibration, choose, out))
     process.start()
@@ -201,9 +201,24 @@ def test_killed_in_the_middle_it_goes_on_and_ends_with_the_same_digest(made, mod
     calls, measure = [], methods.mean_nll
     monkeypatch.setattr(methods, "mean_nll", lambda *args: calls.append(1) or measure(*args))
     again = quantize(model_folder, load_recipe("int8"), out, calibration=calibration, choose_texts=choose)
-    assert again.digest == made("int8", "bf16")[0].digest
+    assert again.digest == alone
     assert len(calls) == len(load_recipe("int8").alphas) - 2
     assert not losses.parent.exists()
+
+
+def test_what_was_measured_for_one_kv_cache_is_not_measured_for_another(made, model_folder, calibration, choose,
+                                                                       tmp_path, monkeypatch):
+    alone = made("int8", "fp8")[0].digest
+    calls, measure = [], methods.mean_nll
+    monkeypatch.setattr(methods, "mean_nll", lambda *args: calls.append(1) or measure(*args))
+    settings = {"calibration": calibration, "choose_texts": choose, "measured": tmp_path / "measured"}
+    quantize(model_folder, load_recipe("int8"), tmp_path / "a", **settings)
+    assert len(calls) == len(load_recipe("int8").alphas)
+    again = quantize(model_folder, load_recipe("int8"), tmp_path / "b", kv_cache="fp8", **settings)
+    assert len(calls) == len(load_recipe("int8").alphas)
+    assert again.digest == alone
+    quantize(model_folder, load_recipe("int8"), tmp_path / "c", resume=False, **settings)
+    assert len(calls) == 2 * len(load_recipe("int8").alphas)
 
 
 def failing(model_folder, calibration, out, recipe="fp8", error=CalibError, match="", **options):
