@@ -14,7 +14,8 @@ from toolkit.home import Home
 
 #: Distribution -> what needs it.
 PACKAGES = {"torch": "calibrating, building and running engines", "transformers": "reading models",
-            "nvidia-modelopt": "calibrating fp8 and int4_awq", "lm_eval": "accuracy on tasks",
+            "nvidia-modelopt": "calibrating fp8 and int4_awq",
+            "numba": "the compiled CPU step", "lm_eval": "accuracy on tasks",
             "plotly": "charts and the HTML report", "streamlit": "the dashboard"}
 
 
@@ -76,6 +77,9 @@ def _cpu() -> Check:
         return Check("cpu engines", "missing", f"torch cannot be imported: {error}", "Install the toolkit again.")
     isa = torch.backends.cpu.get_cpu_capability()
     found = f"{torch.get_num_threads()} threads, {isa}; bf16, int8 and int4 run, fp8 is emulated (accurate, not faster)"
+    if isa not in ("AVX2", "AVX512"):
+        return Check("cpu engines", "note", f"{found}; the compiled step needs AVX2: torch's operators run instead",
+                     "Expect a third of the speed.")
     return Check("cpu engines", "ok", found)
 
 
@@ -88,7 +92,17 @@ def _gpu() -> Check:
         return Check("gpu", "note", "none found; engines are built for the CPU")
     names = [f"{torch.cuda.get_device_name(i)} (compute capability "
              f"{'.'.join(map(str, torch.cuda.get_device_capability(i)))})" for i in range(torch.cuda.device_count())]
-    return Check("gpu", "note", f"{', '.join(names)}: seen; engines are built for the CPU")
+    if not _installed("triton"):
+        return Check("gpu", "missing", f"{', '.join(names)}, but Triton is not installed", "pip install triton")
+    return Check("gpu", "ok", f"{', '.join(names)}: engines are built for it with --device cuda")
+
+
+def _installed(name: str) -> bool:
+    try:
+        metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 def _prepared(home: Home) -> Iterator[Check]:
