@@ -2,16 +2,17 @@
 
 A multiple-choice question is one context and several continuations; as separate prompts the context is computed for
 each of them. Here all of a question is one step. Within a layer every row's key and value is in the cache before any
-row attends, so the continuations read the context's blocks in the very step that fills them::
+row attends, so later continuations read the context's blocks in the very step that fills them::
 
-    context       c0 ... c15 | c16 c17 c18        its own blocks: one full, one begun
-    continuation  c0 ... c15 | c16 c17 c18 a0     table: the context's full block, then a block of its own
-    continuation  c0 ... c15 | c16 c17 c18 b0 b1      (written rows are those behind the |)
+    first       | c0 ... c15 | c16 c17 c18 a0        blocks of its own: the context's, one of them full
+    second        c0 ... c15 | c16 c17 c18 b0 b1     table: the first one's full block, then a block of its own
+                                                     (computed rows are those behind the last |; of the first, all)
 
-Only full blocks can be shared, so each continuation computes the context's tail again (less than a block). A
+Only full blocks can be shared, so later continuations compute the context's tail again (less than a block). A
 continuation's last token predicts nothing and is not computed; the context's last row predicts every continuation's
 first token; and only rows that predict something pass through the output layer, which is the widest. A question of 100
-tokens with four answers of 6 takes 136 rows instead of 424, and 21 through the output layer.
+tokens with four answers of 6 takes 132 rows instead of 424, and 21 through the output layer; one that is shorter than a
+block takes no more rows than its prompts apart.
 
 No option of attention is needed for it: to a backend these are sequences like others, some of whose blocks lie in two
 tables. They are given back after the step.
@@ -56,10 +57,15 @@ class Choices:
         """Tokens of the context behind its last full block."""
         return len(self.context) % block_size
 
+    @property
+    def longer(self) -> list[Ordered[int]]:
+        """Continuations with rows of their own: two tokens or more."""
+        return [one for one in self.continuations if len(one) > 1]
+
     def rows(self, block_size: int) -> int:
         """Tokens that are computed."""
-        return len(self.context) + sum(self.tail(block_size) + len(one) - 1 for one in self.continuations
-                                       if len(one) > 1)
+        again = self.tail(block_size) * max(0, len(self.longer) - 1)
+        return len(self.context) + again + sum(len(one) - 1 for one in self.longer)
 
 
 @dataclass(slots=True)
@@ -77,11 +83,12 @@ class Part:
 
 
 def parts_of(question: Choices, pool: BlockPool) -> list[Part] | None:
-    """The context and each continuation of two tokens or more, with blocks; None (and none taken) when too few."""
-    context, tail = list(question.context), question.tail(pool.block_size)
-    full = len(context) - tail
-    parts = [Part(context, 0, len(context) - 1, [], [])]
-    parts += [Part([*context, *one[:-1]], full, len(context), [], []) for one in question.continuations if len(one) > 1]
+    """The context with the first longer continuation, then each other one, with blocks; None (and none taken) when
+    there are too few."""
+    context, longer = list(question.context), question.longer
+    full = len(context) - question.tail(pool.block_size)
+    parts = [Part([*context, *(longer[0][:-1] if longer else ())], 0, len(context) - 1, [], [])]
+    parts += [Part([*context, *one[:-1]], full, len(context), [], []) for one in longer[1:]]
     for part in parts:
         if not pool.grow(part.own, len(part.tokens) - part.begin):
             release(parts, pool)
@@ -132,10 +139,10 @@ def score_step(backend: Backend, questions: Ordered[Choices], parts: Ordered[Ord
 
 def _rows(question: Choices, parts: Ordered[Part], first: dict[int, int]) -> Iterator[list[int]]:
     """For each continuation the hidden rows that predict its tokens: the context's last, then its own but the last."""
-    longer = iter(parts[1:])
     shared = first[id(parts[0])]
+    begins = iter([shared + 1, *(first[id(part)] for part in parts[1:])])
     for one in question.continuations:
-        begin = first[id(next(longer))] if len(one) > 1 else 0
+        begin = next(begins) if len(one) > 1 else 0
         yield [shared, *range(begin, begin + len(one) - 1)]
 
 
