@@ -38,11 +38,11 @@ from engines.program import (
     RMSNorm,
     RopeKV,
     SelectRows,
-    reads,
     writes,
 )
 from engines.runtime.batch import HEAD_ROWS, Batch
 from engines.runtime.cpu import CpuBackend
+from engines.runtime.native_buffers import Buffer, Buffers, widths_of
 
 _CODINGS = {("int8", True): Coding.INT8_TOKEN, ("int8", False): Coding.INT8_STATIC,
             ("fp8_e4m3", False): Coding.FP8_STATIC, ("fp8_e4m3", True): Coding.FP8_TOKEN}
@@ -57,69 +57,6 @@ class NativeContext:
     batch: Batch
 
 
-@dataclass(slots=True)
-class _Buffer:
-    """Memory of one or more values that are never alive together."""
-
-    width: int
-    rows: int
-    data: Array
-    scales: Array
-
-    @property
-    def row_bytes(self) -> int:
-        return self.width * 4
-
-
-class _Buffers:
-    """Names of values -> buffers, used again after the last reader. Two passes: widths first, then memory."""
-
-    def __init__(self, program: Program, widths: dict[str, int], body_rows: int) -> None:
-        last = {name: index for index, op in enumerate(program.ops) for name in (*writes(op), *reads(op))}
-        select = next(index for index, op in enumerate(program.ops) if isinstance(op, SelectRows))
-        place: dict[str, int] = {}
-        size: list[tuple[int, int]] = []
-        free: list[int] = []
-        for index, op in enumerate(program.ops):
-            rows = body_rows if index <= select else HEAD_ROWS
-            if index == select + 1:
-                free = []  # hidden rows pass through the head in parts: it must not write over those that wait
-            for name in writes(op):
-                width = widths[name]
-                fits = [at for at in free if size[at][1] >= rows and size[at][0] >= width]
-                grows = fits or [at for at in free if size[at][1] >= rows]
-                at = min(grows, key=lambda at: size[at][0] if fits else -size[at][0]) if grows else len(size)
-                if grows:
-                    free.remove(at)
-                    size[at] = (max(width, size[at][0]), size[at][1])
-                else:
-                    size.append((width, rows))
-                place[name] = at
-            for name in {*reads(op), *writes(op)}:
-                if last[name] == index and name not in writes(program.ops[select]):
-                    free.append(place[name])
-        made = [_Buffer(width, rows, aligned((rows, width), np.float32), np.ones(rows, np.float32))
-                for width, rows in size]
-        self.of = {name: made[at] for name, at in place.items()}
-
-
-def _widths(program: Program, hidden: int) -> dict[str, int]:
-    """Floats of a row of every value, whole tiles."""
-    widths: dict[str, int] = {}
-    for op in program.ops:
-        if isinstance(op, Linear):
-            widths[op.out] = padded(op.n)
-            widths[op.x] = max(widths.get(op.x, 0), padded(op.k))
-        elif isinstance(op, RopeKV | Attention):
-            widths[op.out] = padded(op.heads * op.head_dim)
-        elif isinstance(op, GatedSilu):
-            widths[op.out] = max(widths.get(op.out, 0), padded(op.width))
-    for op in program.ops:
-        for name in writes(op):
-            widths.setdefault(name, padded(hidden))
-    return widths
-
-
 class NativeBackend:
     """An engine's weights, caches and Program on this CPU, compiled. One step at a time."""
 
@@ -130,7 +67,7 @@ class NativeBackend:
         self._team = team(threads or torch.get_num_threads())
         self._keep: list[Any] = []
         self._rows = max(limits.max_num_tokens, limits.max_batch_size)
-        self._buffers = _Buffers(program, _widths(program, model.hidden_size), self._rows)
+        self._buffers = Buffers(program, widths_of(program, model.hidden_size), self._rows)
         rope = model.rope
         inverse = inverse_frequencies(rope.kind, model.head_dim, rope.theta, rope.factor, rope.low_freq_factor,
                                       rope.high_freq_factor, rope.original_max_position)
@@ -223,7 +160,7 @@ class NativeBackend:
         return self._view(self._logits, count, self._plan.model.vocab_size)
 
     @staticmethod
-    def _view(buffer: _Buffer, rows: int, width: int) -> torch.Tensor:
+    def _view(buffer: Buffer, rows: int, width: int) -> torch.Tensor:
         return torch.from_numpy(buffer.data[:rows, :width])
 
     # One method binds one kind of Op.
