@@ -102,9 +102,10 @@ def load_json(data: bytes, options: ServeOptions) -> Any:
     except ValueError as error:
         raise bad(f"the body is not JSON: {str(error)[:200]}") from error
     level: list[Any] = [document]
-    for _ in range(options.max_json_depth + 1):
+    for _ in range(options.max_json_depth):
         level = [inner for outer in level if isinstance(outer, (dict, list))
-                 for inner in (outer.values() if isinstance(outer, dict) else outer)]
+                 for inner in (outer.values() if isinstance(outer, dict) else outer)
+                 if isinstance(inner, (dict, list))]
         if not level:
             return document
     raise _too_deep(options)

@@ -1,0 +1,138 @@
+"""The server's parts that need no server: tool calls in text, keys, messages between the processes, names of tokens."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+
+import pytest
+
+from toolkit.errors import UsageError
+from toolkit.serve.faults import ApiError
+from toolkit.serve.gate import load_json
+from toolkit.serve.options import ServeOptions, read_keys
+from toolkit.serve.protocol import ChatRequest, CompletionRequest, validated
+from toolkit.serve.tools import CallReader, Plan, plan_tools, style_of
+from toolkit.serve.wire import BlockingWire
+
+TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {
+    "x": {"type": "integer"}}}}} for name in ("add", "sub")]
+
+
+def asked(**more) -> ChatRequest:
+    return validated(ChatRequest, {"model": "m", "messages": [{"role": "user", "content": "a"}], "tools": TOOLS} | more)
+
+
+def read(style: str, text: str, size: int) -> tuple[str, list[tuple[str, dict]]]:
+    """Content and calls of a text that streams in pieces of ``size``."""
+    reader = CallReader(Plan(tuple(asked().tools), style))
+    content = ""
+    for at in range(0, len(text), size):
+        content += reader.push(text[at:at + size])[0]
+    content += reader.finish()[0]
+    return content, [(call.name, json.loads(call.arguments)) for call in reader.calls]
+
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"x": 1}}\n</tool_call>'
+OTHER = '<tool_call>{"name": "sub", "arguments": {"x": 2}}</tool_call>'
+
+
+@pytest.mark.parametrize("size", [1, 2, 7, 1000])
+@pytest.mark.parametrize(("text", "content", "calls"), [
+    ("plain words", "plain words", []), ("a < b <tool", "a < b <tool", []),
+    (CALL, "", [("add", {"x": 1})]), (f"Let me see.{CALL}", "Let me see.", [("add", {"x": 1})]),
+    (f"{CALL}\n{OTHER}\n", "", [("add", {"x": 1}), ("sub", {"x": 2})]),
+    (CALL.removesuffix("</tool_call>"), "", [("add", {"x": 1})]),
+    ("<tool_call>no json</tool_call>", "<tool_call>no json</tool_call>", []),
+    ('<tool_call>{"name": "rm", "arguments": {}}</tool_call>', '<tool_call>{"name": "rm", "arguments": {}}</tool_call>',
+     []),
+    ('<tool_call>{"name": "add", "argu', '<tool_call>{"name": "add", "argu', [])])
+def test_tagged_calls_are_read_however_the_text_is_cut(text, content, calls, size) -> None:
+    assert read("tagged", text, size) == (content, calls)
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize(("text", "content", "calls"), [
+    ('{"name": "add", "parameters": {"x": 3}}', "", [("add", {"x": 3})]), ("words {", "words {", []),
+    ('{"name": "rm", "parameters": {}}', '{"name": "rm", "parameters": {}}', []), ('  {"a": 1}', '  {"a": 1}', [])])
+def test_bare_calls_are_whole_answers(text, content, calls, size) -> None:
+    assert read("bare", text, size) == (content, calls)
+
+
+def test_no_piece_of_the_markup_is_shown_while_it_streams() -> None:
+    reader = CallReader(Plan(tuple(asked().tools), "tagged"))
+    shown = "".join(reader.push(char)[0] for char in "see <tool_cal")
+    assert shown == "see "
+    assert reader.push("x")[0] == "<tool_calx"
+
+
+def test_how_a_template_asks_for_calls() -> None:
+    assert style_of("... <tool_call> ...") == "tagged"
+    assert style_of('respond with {"name": f, "parameters": p}') == "bare"
+    assert style_of("[TOOL_CALLS]") is None
+
+
+@pytest.mark.parametrize(("more", "words"), [
+    ({"tool_choice": {"type": "function", "function": {"name": "mul"}}}, "'mul', which is not among"),
+    ({"response_format": {"type": "json_object"}}, "exclude each other"),
+    ({"tools": [{"type": "function", "function": {"name": "add", "strict": True}}]}, "strict")])
+def test_plans_that_cannot_be_are_refused(more, words) -> None:
+    with pytest.raises(ApiError, match=words):
+        plan_tools(asked(**more), "<tool_call>", True)
+
+
+def test_models_without_tools_say_so() -> None:
+    with pytest.raises(ApiError, match="takes no tools"):
+        plan_tools(asked(), "<tool_call>", False)
+    with pytest.raises(ApiError, match="not understood"):
+        plan_tools(asked(), "[TOOL_CALLS]", True)
+    assert plan_tools(asked(tool_choice="none"), "", False) is None
+
+
+def test_key_files(tmp_path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("# who\n\nann:0123456789abcdef\nbo:fedcba9876543210\n")
+    options = ServeOptions(model="m", keys=read_keys(path))
+    assert options.key_of("fedcba9876543210").name == "bo"
+    assert options.key_of("0123456789abcde") is None
+    assert "0123456789abcdef" not in repr(options)
+    for text in ("ann:short", "no colon at all here", "a:0123456789abcdef\na:fedcba9876543210", ""):
+        path.write_text(text)
+        with pytest.raises(UsageError):
+            read_keys(path)
+
+
+def test_which_addresses_are_loopback() -> None:
+    loopback = {host: ServeOptions(model="m", host=host).is_loopback
+                for host in ("127.0.0.1", "::1", "localhost", "0.0.0.0", "10.0.0.1", "example")}
+    assert [host for host, its in loopback.items() if its] == ["127.0.0.1", "::1", "localhost"]
+    with pytest.raises(ValueError, match="model"):
+        ServeOptions(model="a/b")
+
+
+def test_messages_cross_in_order_and_end_with_the_connection() -> None:
+    ours, theirs = socket.socketpair()
+    wire, other = BlockingWire(ours), BlockingWire(theirs)
+    big = {"op": "submit", "prompt": list(range(200_000)), "text": "漢字"}
+    sender = threading.Thread(target=lambda: [wire.send(big), wire.send({"op": "abort"}), ours.close()])
+    sender.start()
+    assert other.receive() == big
+    assert other.receive() == {"op": "abort"}
+    assert other.receive() is None
+    sender.join()
+
+
+@pytest.mark.parametrize(("prompt", "prompts"), [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]),
+                                                 ([[1], [2, 3]], [[1], [2, 3]])])
+def test_the_four_forms_of_a_prompt(prompt, prompts) -> None:
+    assert validated(CompletionRequest, {"model": "m", "prompt": prompt}, strict=True).prompts == prompts
+
+
+def test_json_is_read_strictly() -> None:
+    options = ServeOptions(model="m")
+    assert load_json(b'{"a": [1, {"b": null}]}', options) == {"a": [1, {"b": None}]}
+    deep = b"[" * options.max_json_depth + b"]" * options.max_json_depth
+    assert load_json(deep, options)
+    with pytest.raises(ApiError, match="nested deeper than 64"):
+        load_json(b"[" + deep + b"]", options)
