@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from calib.artifact import Artifact, canonical_json, sha256_hex
 from toolkit import making, stages
 from toolkit.errors import UsageError
-from toolkit.job import EngineJob
 from toolkit.refs import resolve
 from toolkit.stages import Workshop
 
@@ -67,8 +66,8 @@ def _harness_report(path: Path, metric: str, filter_name: str) -> EvalReport:
         accuracy=pooled_accuracy(run.items), delta_nll=None, kl_mean=None, same_top1=None, flips=None)
 
 
-def judge_tasks(shop: Workshop, name: str, engine: EngineJob | None, tasks: list[str], include: Path | None, items: int,
-                seed: int, metric: str, filter_name: str, allow_code: bool) -> tuple[EvalReport, Artifact]:
+def judge_tasks(shop: Workshop, name: str, tasks: list[str], include: Path | None, items: int, seed: int, metric: str,
+                filter_name: str, allow_code: bool) -> tuple[EvalReport, Artifact]:
     """Judge an engine on tasks that are written for lm-eval, kept in home. Two such reports can be gated."""
     from engines.llm import LLM
     from evals.accuracy import HARNESS, pooled_accuracy, run_tasks
@@ -79,7 +78,7 @@ def judge_tasks(shop: Workshop, name: str, engine: EngineJob | None, tasks: list
     if include is None and shop.offline:
         raise UsageError(f"task {tasks[0]} of lm-eval may fetch its data, and --offline is set",
                          "Give --include FOLDER with tasks whose data is local.")
-    built = making.engine_of(shop, name, engine)
+    built = making.engine_of(shop, name)
     with LLM(built) as llm, tempfile.TemporaryDirectory() as scratch:
         target = stages.target_of(llm, built.recipe)
         rows = run_tasks(llm, llm.tokenizer, tasks, include=include, limit=items, seed=seed, scratch=Path(scratch),

@@ -84,9 +84,9 @@ def objectives_of(text: str | None) -> dict[str, float] | None:
 
 def bounds_of(text: str) -> tuple[float, float]:
     """``0.5:20``: where the highest rate is looked for."""
-    low, colon, high = text.partition(":")
+    low, _, high = text.partition(":")
     try:
-        return (float(low), float(high)) if colon else (float("nan"), float("nan"))
+        return float(low), float(high)
     except ValueError as error:
         raise UsageError(f"--find-rate {text!r} is no range", "Write it like 0.5:20 (requests a second).") from error
 
@@ -112,7 +112,9 @@ def run_plan(shop: Workshop, plan: LoadPlan, folder: Path, out: Path | None, key
     tokenizer, done = tokenizer_of(shop, plan.tokenizer), []
     for target in plan.targets:
         place = _place(shop, plan, target, tokenizer, out)
-        artifact = shop.standing(place, "latency-sweep") if place.exists() else None
+        if out is not None and place.exists():
+            raise UsageError(f"{place} exists already", "Choose another folder with --out.")
+        artifact = shop.standing(place, "latency-sweep")
         if artifact is None:
             sweep_endpoint(plan, target, tokenizer, place, folder=folder, key=key, report=shop.report)
             artifact = Artifact.open(place, "latency-sweep")

@@ -127,6 +127,10 @@ def test_a_sweep_of_an_endpoint_and_its_files(call, tmp_path):
         sent = len(server.seen)
         assert call(*options)[1] == found
         assert len(server.seen) == sent, "what was measured is not measured again"
+        place = tmp_path / "kept"
+        assert call(*options, "--out", place)[0] == 0
+        code, refused = call(*options, "--seed", 5, "--out", place)
+        assert (code, "exists already" in refused["error"]["message"]) == (2, True), "it is not taken for this sweep"
     [sweep] = found["sweeps"]
     assert [(cell["mode"], cell["batch_size"], cell["n"]) for cell in sweep["cells"]] == [("closed", 1, 2),
                                                                                          ("closed", 2, 2)]
@@ -166,6 +170,8 @@ def test_several_endpoints_side_by_side_from_one_file(call, tmp_path, capsys, bu
     (("sweep", "--url", "http://h", "--model", "m", "--lengths", "8x8", "--rate", "fast"), "no list of numbers"),
     (("sweep", "--url", "http://h", "--model", "m", "--lengths", "8x8", "--rate", "1", "--slo", "ttft"),
      "no service level"),
+    (("sweep", "--url", "http://h", "--model", "m", "--lengths", "8x8", "--rate", "1", "--api-key-env", "NO_SUCH_KEY"),
+     "no environment variable NO_SUCH_KEY"),
     (("sweep", "--url", "http://h", "--model", "m", "--preset", "chta", "--rate", "1"), "unknown preset 'chta'"),
     (("sweep", "--url", "http://h", "--model", "m", "--lengths", "8x8"), "concurrency")])
 def test_mistakes_of_a_sweep(call, arguments, words):

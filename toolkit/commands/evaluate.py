@@ -105,7 +105,7 @@ def _harness(group: typer.Typer) -> None:
 
         with RunStore(session.home.store) as store, session.watch() as watch:
             shop = Workshop(session.home, store, watch, session.offline)
-            found, artifact = judge_tasks(shop, ref, None, task, include, items, seed, metric, filter_name, allow_code)
+            found, artifact = judge_tasks(shop, ref, task, include, items, seed, metric, filter_name, allow_code)
         session.show({"digest": artifact.digest, "path": str(artifact.path), **found.model_dump(mode="json")},
                      [artifact.digest], *report_parts(found), f"{artifact.path}")
 

@@ -148,12 +148,12 @@ def _endpoints(session: Session, plan: Any, folder: Path, out: Path | None, key_
     from toolkit.report.loads import plan_table, search_parts, side_by_side
     from toolkit.store import RunStore
 
+    if key_env is not None and key_env not in os.environ:
+        raise UsageError(f"there is no environment variable {key_env}", "Set it to the API key.")
     if dry_run:
         session.show({"plan": plan.model_dump(mode="json"), "cells": [point.name for point in plan.points()]},
                      [point.name for point in plan.points()], *plan_table(plan))
         return
-    if key_env is not None and key_env not in os.environ:
-        raise UsageError(f"there is no environment variable {key_env}", "Set it to the API key.")
     key = os.environ[key_env] if key_env else None
     with RunStore(session.home.store) as store, session.watch() as watch:
         shop = stages.Workshop(session.home, store, watch, session.offline)
