@@ -51,6 +51,14 @@ def test_closing_an_iterator_is_an_abort(server) -> None:
     until(lambda: idle(server))
 
 
+def test_a_client_that_leaves_in_the_middle_of_its_body_is_no_fault_of_the_server(server) -> None:
+    host, port = server.url.removeprefix("http://").rsplit(":", 1)
+    with socket.create_connection((host, int(port))) as end:
+        end.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{")
+    until(lambda: server.metric("toolkit_http_requests_total", '{route="/v1/completions",status="400"}') >= 1)
+    assert "Traceback" not in "".join(server.log)
+
+
 def test_a_request_that_takes_too_long_is_504_or_a_last_event(serve) -> None:
     server = serve("--request-timeout", "0.2")
     found = httpx.post(f"{server.url}/v1/completions", json=LONG, timeout=30)

@@ -8,10 +8,9 @@ given ``write_timeout_s`` for each piece, then its connection is cut.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from typing import Any
 
 from starlette.requests import Request
@@ -67,14 +66,16 @@ async def while_there(request: Request, work: Coroutine[Any, Any, Response], gon
 
 
 class EventStream(Response):
-    """Server-sent events from an iterator of their data. An ApiError becomes a last event; then ``end``, if given."""
+    """Server-sent events: the first one's data and a generator of the others'. An ApiError becomes a last event; then
+    ``end``, if given. The generator is closed whatever happens."""
 
-    def __init__(self, events: AsyncIterator[str], *, end: str | None, write_timeout_s: float,
+    def __init__(self, first: str, events: AsyncGenerator[str, None], *, end: str | None, write_timeout_s: float,
                  cut: Callable[[Scope], None], gone: Callable[[], None]) -> None:
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache",
                                                                   "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
-        self._events, self._end, self._timeout, self._cut, self._gone = events, end, write_timeout_s, cut, gone
+        self._first, self._events, self._end = first, events, end
+        self._timeout, self._cut, self._gone = write_timeout_s, cut, gone
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         writing, left = asyncio.ensure_future(self._write(scope, send)), asyncio.ensure_future(_left(receive))
@@ -86,6 +87,7 @@ class EventStream(Response):
                 self._gone()
         finally:
             await _stopped(writing, left)
+            await self._events.aclose()
 
     async def _write(self, scope: Scope, send: Send) -> None:
         async def put(message: dict[str, Any]) -> None:
@@ -93,9 +95,8 @@ class EventStream(Response):
 
         try:
             await put({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            async with contextlib.aclosing(self._pieces()) as pieces:  # type: ignore[type-var]
-                async for piece in pieces:
-                    await put({"type": "http.response.body", "body": f"data: {piece}\n\n".encode(), "more_body": True})
+            async for piece in self._pieces():
+                await put({"type": "http.response.body", "body": f"data: {piece}\n\n".encode(), "more_body": True})
             await put({"type": "http.response.body", "body": b"", "more_body": False})
         except TimeoutError:
             _LOG.warning("a client took nothing for %g s; its connection is cut", self._timeout)
@@ -104,9 +105,9 @@ class EventStream(Response):
 
     async def _pieces(self) -> AsyncIterator[str]:
         try:
-            async with contextlib.aclosing(self._events) as events:  # type: ignore[type-var]
-                async for event in events:
-                    yield event
+            yield self._first
+            async for event in self._events:
+                yield event
         except ApiError as error:
             yield json.dumps(error.body)
         except Exception:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -167,16 +166,10 @@ async def _answered(request: Request, service: Service, work: Coroutine[Any, Any
     return response
 
 
-async def _streamed(service: Service, pieces: AsyncIterator[str], end: str | None, cut: Cut) -> Response:
+async def _streamed(service: Service, pieces: AsyncGenerator[str, None], end: str | None, cut: Cut) -> Response:
     """A stream that has begun: what the engine refuses is still an answer with its own status."""
     first = await anext(pieces)
-
-    async def all_pieces() -> AsyncIterator[str]:
-        async with contextlib.aclosing(pieces):  # type: ignore[type-var]
-            yield first
-            async for piece in pieces:
-                yield piece
-    return EventStream(all_pieces(), end=end, write_timeout_s=service.options.write_timeout_s, cut=cut,
+    return EventStream(first, pieces, end=end, write_timeout_s=service.options.write_timeout_s, cut=cut,
                        gone=service.metrics.dropped.inc)
 
 

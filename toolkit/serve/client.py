@@ -1,8 +1,8 @@
 """The front end's side of the engine process: tickets for prompts, aborts, and the watchdog.
 
-A ``Ticket`` is one prompt's way through the engine. Its owner reads it to the end or leaves its ``with`` block before,
-and then the engine is told to abort; what has ended is never aborted, so a normal end costs no message. Every ticket
-ends: with its last token, a typed error, or the engine's own end.
+A ``Ticket`` is one prompt's way through the engine. Its owner reads it to the end or leaves its ``with`` block before
+(by an error too), and then the engine is told to abort; what has ended is not, so a normal end costs no message. Every
+ticket ends: with its last token, a typed error, or the engine's own end.
 
 **Watchdog.** While tickets are open, the engine's step counter must move every ``watchdog_s`` seconds. When it does
 not, the engine writes its state and all stacks to its log, every ticket fails, and health is 503 until steps are seen
@@ -67,7 +67,6 @@ class Ticket:
         while self._open:
             message = await self._inbox.get()
             if isinstance(message, ApiError):
-                self._open = 0
                 raise message
             self._open -= message["kind"] in ("done", "score")
             yield message

@@ -14,7 +14,7 @@ import json
 from typing import Any, NoReturn
 
 from starlette.datastructures import Headers
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from toolkit.serve.answers import error_answer
@@ -82,6 +82,8 @@ async def read_body(request: Request, options: ServeOptions) -> bytes:
                 if size > most:
                     raise _too_large(f"at least {size}", most)
                 parts.append(part)
+    except ClientDisconnect as error:
+        raise bad("the client left before its body was here") from error
     except TimeoutError as error:
         raise ApiError(408, f"the body did not come within {options.body_timeout_s:g} s") from error
     return b"".join(parts)

@@ -12,8 +12,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 from engines.request import SamplingParams
@@ -21,7 +22,6 @@ from toolkit.serve.faults import ApiError, bad
 from toolkit.serve.protocol import validated
 from toolkit.serve.service import Service
 from toolkit.serve.tensors import INPUTS, OUTPUTS, VERSION
-from toolkit.serve.wire import Message
 
 EXTENSIONS = ["binary_tensor_data", "model_configuration", "generate"]
 DEFAULT_MAX_TOKENS = 16
@@ -76,15 +76,15 @@ class Inference:
                 "prompt_tokens": [len(prompt) for prompt in self._prompts],
                 "completion_tokens": [end["generated"] for end in ends]}
 
-    async def pieces(self, model: str) -> AsyncIterator[str]:
+    async def pieces(self, model: str) -> AsyncGenerator[str, None]:
         """``generate_stream`` events of a single prompt: text by text; the last one has a reason."""
         if len(self._prompts) != 1:
             raise bad("generate_stream takes one prompt", "text_input")
-        stream: AsyncIterator[tuple[int, Message]] = self._service.stream(self._prompts, self._params, self._terms)
-        async for _, message in stream:
-            if message["kind"] == "token" and (message["text"] or message["finish"]):
-                document = {"model_name": model, "model_version": VERSION, "text_output": message["text"]}
-                yield json.dumps(document | ({"finish_reason": message["finish"]} if message["finish"] else {}))
+        async with contextlib.aclosing(self._service.stream(self._prompts, self._params, self._terms)) as stream:
+            async for _, message in stream:
+                if message["kind"] == "token" and (message["text"] or message["finish"]):
+                    document = {"model_name": model, "model_version": VERSION, "text_output": message["text"]}
+                    yield json.dumps(document | ({"finish_reason": message["finish"]} if message["finish"] else {}))
 
 
 def read_values(values: Mapping[str, Any]) -> tuple[list[str | list[int]], SamplingParams]:

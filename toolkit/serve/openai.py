@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from engines.request import SamplingParams
@@ -90,24 +91,25 @@ class Completions:
                 "logprobs": None if request.logprobs is None else texts.completion_logprobs(
                     tokens, logprobs, request.logprobs, 0)}
 
-    async def pieces(self) -> AsyncIterator[str]:
+    async def pieces(self) -> AsyncGenerator[str, None]:
         """The answer as events' data. Choice i x n + j is continuation j of prompt i."""
         assert self._params is not None
         usage, lengths = Usage(), dict.fromkeys(range(len(self._prompts) * self._params.n), 0)
         ends: dict[int, list[Message]] = {number: [] for number in range(len(self._prompts))}
-        async for number, message in self._service.stream(self._prompts, self._params, self._terms):
-            index = number * self._params.n + message["index"]
-            if message["kind"] == "done":
-                ends[number].append(message)
-                continue
-            logprobs = None
-            if self._request.logprobs is not None and message["token"] is not None:
-                logprobs = self._service.texts.completion_logprobs(
-                    [message["token"]], [message["logprob"]], self._request.logprobs, lengths[index])
-            lengths[index] += len(message["text"])
-            if message["text"] or message["finish"] or logprobs:
-                yield self._event([{"index": index, "text": message["text"], "logprobs": logprobs,
-                                    "finish_reason": message["finish"]}])
+        async with contextlib.aclosing(self._service.stream(self._prompts, self._params, self._terms)) as stream:
+            async for number, message in stream:
+                index = number * self._params.n + message["index"]
+                if message["kind"] == "done":
+                    ends[number].append(message)
+                    continue
+                logprobs = None
+                if self._request.logprobs is not None and message["token"] is not None:
+                    logprobs = self._service.texts.completion_logprobs(
+                        [message["token"]], [message["logprob"]], self._request.logprobs, lengths[index])
+                lengths[index] += len(message["text"])
+                if message["text"] or message["finish"] or logprobs:
+                    yield self._event([{"index": index, "text": message["text"], "logprobs": logprobs,
+                                        "finish_reason": message["finish"]}])
         for number, prompt in enumerate(self._prompts):
             usage.add(len(prompt), ends[number])
         if self._request.stream_options is not None and self._request.stream_options.include_usage:
@@ -168,34 +170,37 @@ class Chat:
         return {"content": [self._service.texts.chat_logprob(token, one, self._request.top_logprobs or 0)
                             for token, one in zip(tokens, logprobs, strict=True)], "refusal": None}
 
-    async def pieces(self) -> AsyncIterator[str]:
+    async def pieces(self) -> AsyncGenerator[str, None]:
         """The answer as events' data: a role first, then content and calls, a reason last, and usage if asked."""
         self._head["object"] = "chat.completion.chunk"
         readers = [CallReader(self._plan) for _ in range(self._params.n)]
         counts = [itertools.count() for _ in readers]
         ends: list[Message] = []
         begun = False
-        async for _, message in self._service.stream([self._prompt], self._params, self._terms):
-            if not begun:  # what the engine refuses is an error with a status, not an event
-                begun = True
-                for index in range(len(readers)):
-                    yield self._event(index, {"role": "assistant", "content": "", "refusal": None})
-            index = message["index"]
-            if message["kind"] == "done":
-                ends.append(message)
-                continue
-            reader = readers[index]
-            content, calls = reader.push(message["text"])
-            if message["finish"]:
-                more, late = reader.finish()
-                content, calls = content + more, calls + late
-            logprobs = None if message["logprob"] is None else self._logprobs([message["token"]], [message["logprob"]])
-            if content or logprobs:
-                yield self._event(index, {"content": content}, logprobs=logprobs)
-            for call in calls:
-                yield self._event(index, {"tool_calls": [{"index": next(counts[index])} | call.document()]})
-            if message["finish"]:
-                yield self._event(index, {}, reason=_reason(message["finish"], reader))
+        async with contextlib.aclosing(self._service.stream([self._prompt], self._params, self._terms)) as stream:
+            async for _, message in stream:
+                if not begun:  # what the engine refuses is an error with a status, not an event
+                    begun = True
+                    for index in range(len(readers)):
+                        yield self._event(index, {"role": "assistant", "content": "", "refusal": None})
+                index = message["index"]
+                if message["kind"] == "done":
+                    ends.append(message)
+                    continue
+                reader = readers[index]
+                content, calls = reader.push(message["text"])
+                if message["finish"]:
+                    more, late = reader.finish()
+                    content, calls = content + more, calls + late
+                logprobs = None
+                if message["logprob"] is not None:
+                    logprobs = self._logprobs([message["token"]], [message["logprob"]])
+                if content or logprobs:
+                    yield self._event(index, {"content": content}, logprobs=logprobs)
+                for call in calls:
+                    yield self._event(index, {"tool_calls": [{"index": next(counts[index])} | call.document()]})
+                if message["finish"]:
+                    yield self._event(index, {}, reason=_reason(message["finish"], reader))
         if self._wants_usage:
             usage = Usage()
             usage.add(len(self._prompt), ends)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -83,7 +83,7 @@ class Service:
         return message["logprobs"]
 
     async def stream(self, prompts: Sequence[list[int]], params: SamplingParams, terms: dict[str, Any]
-                     ) -> AsyncIterator[tuple[int, Message]]:
+                     ) -> AsyncGenerator[tuple[int, Message], None]:
         """(prompt's number, message) of kinds ``token`` and ``done``, as they come. Leaving it early aborts all."""
         merged: asyncio.Queue[tuple[int, Message | BaseException | None]] = asyncio.Queue()
 

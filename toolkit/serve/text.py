@@ -7,6 +7,7 @@ Long texts are tokenized in a thread, so that the event loop goes on.
 from __future__ import annotations
 
 import asyncio
+import codecs
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -88,10 +89,11 @@ class Texts:
                             ) -> dict[str, Any]:
         """The ``logprobs`` of a completion (or of a piece of one), its text beginning at ``offset``."""
         names = [self.token_text(token) for token in tokens]
-        offsets = []
-        for name in names:
+        offsets, decoder = [], codecs.getincrementaldecoder("utf-8")("replace")
+        for token in tokens:
             offsets.append(offset)
-            offset += len(name)
+            shown = b"" if token in self.tokenizer.special_ids else self.tokenizer.id_to_bytes(token)
+            offset += len(decoder.decode(shown))
         return {"tokens": names, "text_offset": offsets,
                 "token_logprobs": [None if one is None else finite(one[0]) for one in logprobs],
                 "top_logprobs": [None if one is None else self._tops(token, one, top)
