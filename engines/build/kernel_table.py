@@ -57,7 +57,7 @@ def _defaults(facts: ModelFacts, program: Program, block_size: int, kv: Grid, de
         tiles = silu_mul.candidates(op.width, mode_of(grid), 0 if grid is None else group_of(grid), device)
         yield entry("silu_mul", silu_shape(op), MOST_TOKENS, tiles[0])
         yield entry("quantize", f"n={op.width}", MOST_TOKENS, quantize.candidates(op.width, device)[0])
-    for batch, most in ((8, MOST_TOKENS),) if deterministic else ((1, 4), (8, 64), (128, MOST_TOKENS)):
+    for batch, most in ((8, MOST_TOKENS),) if deterministic else ((1, 4), (8, 16), (32, 64), (128, MOST_TOKENS)):
         decode = attention_decode.candidates(facts.head_dim, block_size, kv_bytes, device, deterministic=deterministic,
                                              batch=batch)
         yield entry("attention_decode", "split", most, decode[0])

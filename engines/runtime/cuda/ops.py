@@ -6,9 +6,9 @@ variants exist, all through the same code.
 
 Neighbours are bound together, so that a decode step has up to three kernels less a layer:
 
-* an attention with the RoPE before it, for decoding rows (``kernels/attention_rope``; prefill rows need rotated
-  queries and keys in memory first). The norm before that layer's qkv linear is then the fence that early reads of the
-  cache need;
+* an attention with the RoPE before it, for few decoding rows (``kernels/attention_rope``, where the KernelTable says
+  so; prefill rows need rotated queries and keys in memory first). The norm before that layer's qkv linear is then the
+  fence that early reads of the cache need;
 * a gate_up linear with its activation, where the linear runs as GEMV: it stores silu(gate) * up itself (int8 per token
   then takes ``kernels/quantize``, as a row's scale needs the whole row);
 * with a quantization that alone reads it, where attention kernels can do that themselves (fp8 static, pre_quant_scale,
@@ -256,17 +256,22 @@ class Binder:
         rotate = None if rope is None else self._rope_kv(rope)
 
         def run(shape: Shape) -> None:
-            if rotate is not None and shape.prefills:
+            itself = shape.decodes > 0 and self._rotates_itself(shape.decodes)
+            if rotate is not None and (shape.prefills or not itself):
                 rotate(shape)
             fused = quant is not None and (plain or (grouped and not shape.prefills))
             target = quant.out if fused and quant is not None else op.out
             if shape.decodes:
-                self._decode(op, rope, target, shape, codes if fused else nothing)
+                self._decode(op, rope if itself else None, target, shape, codes if fused else nothing)
             if shape.prefills:
                 self._prefill(op, target, shape, codes if fused else nothing)
             if alone is not None and not fused:
                 alone(shape)
         return run
+
+    def _rotates_itself(self, decodes: int) -> bool:
+        """Whether decoding rows take the attention kernel that rotates and stores its own token."""
+        return bool(self.configs.of("attention_decode", decodes)["FUSED"])
 
     def _decode(self, op: Attention, rope: RopeKV | None, target: str, shape: Shape, codes: Codes) -> None:
         rows, b = self.arena.rows, shape.decodes
