@@ -3,10 +3,10 @@
     python -m benchmarks.ui_scale [--runs 5000] [--json FILE]
 
 Fills a store in a temporary home with runs of five engines and four latency cells each (100,000 cells for 5,000 runs),
-starts the pages on it as ``toolkit ui`` does, and opens each one in a headless browser: the time from asking for the
-address until the page is whole (no placeholder, no running mark). The first opening of a server loads its libraries and
-is told apart; the others are the median of ``--repeats`` fresh visits. Also the store's own questions, without a page,
-and the size of the server's process before and after. A page cell's ``floor`` is what is asked of it: a second.
+starts the pages on it as ``toolkit ui`` does, and uses them in a headless browser. A page's time is from the click on
+its name until it is whole (heading there, no placeholder, no running mark), the median of ``--repeats`` turns; its
+``floor`` is what is asked of it, a second. Visits by a browser with an empty cache, which loads Streamlit's own scripts
+first, stand apart. Also the store's own questions, without a page, and the server's memory before and after.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ from toolkit.home import Home
 from toolkit.jobs import JobTable
 from toolkit.store import RunStore, StoredRow
 
-PAGES = {"tradeoffs": "", "accuracy": "accuracy", "latency": "latency", "engine": "engine", "layers": "layers",
-         "compare": "compare", "jobs": "jobs", "releases": "releases"}
+PAGES = ("Tradeoffs", "Accuracy", "Latency", "Engine", "Layers", "Compare", "Jobs", "Releases")
 ENGINES = (("bf16", "bf16"), ("fp8", "bf16"), ("int8", "bf16"), ("int4_awq", "bf16"), ("int8", "fp8"))
 CHROMIUM = "/usr/bin/chromium"
 _WHOLE = ("document.querySelector('h1') && document.querySelectorAll('[data-testid=stSkeleton]').length == 0 "
@@ -123,18 +122,23 @@ class Server:
 def open_pages(server: Server, repeats: int) -> list[BenchCell]:
     from playwright.sync_api import sync_playwright
 
-    cells = []
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=CHROMIUM)
-        first = _visit(browser, server.address)
-        cells.append(cell_of("page: first opening of a server", [first], "s"))
+        cells = [cell_of("visit: first of a server, empty browser cache", [_visit(browser, server.address)], "s"),
+                 cell_of("visit: tradeoffs, empty browser cache",
+                         [_visit(browser, server.address) for _ in range(repeats)], "s")]
         before = server.megabytes
-        for name, path in PAGES.items():
-            spent = [_visit(browser, f"{server.address}/{path}") for _ in range(repeats)]
-            cells.append(cell_of(f"page: {name}", spent, "s", floor=1.0))
-        search = f"{server.address}/?find=Model-7B"
-        spent = [_visit(browser, search) for _ in range(repeats)]
-        cells.append(cell_of("page: tradeoffs, searched", spent, "s", floor=1.0))
+        page = browser.new_page(viewport={"width": 1280, "height": 900})
+        page.set_default_timeout(120_000)
+        page.goto(server.address)
+        page.wait_for_function(_WHOLE)
+        spent: dict[str, list[float]] = {title: [] for title in PAGES}
+        for _ in range(repeats + 1):
+            for title in [*list(PAGES)[1:], next(iter(PAGES))]:
+                spent[title].append(_turn_to(page, title))
+        cells += [cell_of(f"page: {title}", times[1:], "s", floor=1.0) for title, times in spent.items()]
+        cells.append(cell_of("page: search among the runs", [_search(page, f"Model-{n}B") for n in range(repeats)], "s",
+                             floor=1.0))
         cells += [cell_of("server: memory after the first page", [before], "MB"),
                   cell_of("server: memory after all visits", [server.megabytes], "MB")]
         browser.close()
@@ -142,7 +146,7 @@ def open_pages(server: Server, repeats: int) -> list[BenchCell]:
 
 
 def _visit(browser: Any, address: str) -> float:
-    """Seconds until a fresh tab shows the whole page."""
+    """Seconds until a fresh browser, which must load Streamlit's own scripts too, shows the whole page."""
     page = browser.new_page(viewport={"width": 1280, "height": 900})
     page.set_default_timeout(120_000)
     begin = time.perf_counter()
@@ -151,6 +155,25 @@ def _visit(browser: Any, address: str) -> float:
     spent = time.perf_counter() - begin
     page.close()
     return spent
+
+
+def _turn_to(page: Any, title: str) -> float:
+    """Seconds from a click on a page's name until that page is whole."""
+    begin = time.perf_counter()
+    page.get_by_role("link", name=title, exact=True).click()
+    page.wait_for_function(f"document.querySelector('h1')?.textContent == '{title}' && {_WHOLE}")
+    return time.perf_counter() - begin
+
+
+def _search(page: Any, words: str) -> float:
+    """Seconds from words typed into the search until the page stands again."""
+    box = page.get_by_label("Find a run")
+    box.fill(words)
+    begin = time.perf_counter()
+    box.press("Enter")
+    page.wait_for_function(f"decodeURIComponent(location.search).includes('{words}')")
+    page.wait_for_function(_WHOLE)
+    return time.perf_counter() - begin
 
 
 def main() -> None:

@@ -75,7 +75,7 @@ def _differences(runs: list[Run], rows: list[list[Row]]) -> None:
               **{run.id: _cell(line, place) for place, run in enumerate(runs)}} for line in shown]
     st.dataframe(lines, hide_index=True, width="stretch", key="figures", height="content")
     st.caption("▲ higher and ▼ lower than in the first run, beyond the intervals (quality) or the range of the repeats "
-               "(time). Without a mark no difference was seen.")
+               "(time); a size without either is marked when it is not the same. Without a mark no difference was seen.")
     common.frame_exports("compare", lines)
 
 
@@ -128,7 +128,8 @@ def _answers(here: Site, chosen: list[str], engines: dict[str, str], prompt: str
         for name in chosen:
             place = store.resolve(engines[name])
             wanted = _arguments(str(place[1]), prompt, tokens) if place else None
-            found[name] = next((work for work in recent if work.arguments == wanted), None)
+            same = [work for work in recent if work.arguments == wanted]
+            found[name] = next((work for work in same if work.state == "finished"), same[0] if same else None)
     if not any(found.values()):
         return
     texts = {name: _text(here, work) for name, work in found.items()}

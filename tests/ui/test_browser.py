@@ -123,6 +123,8 @@ def test_choose_an_engine_with_the_sliders(browser, served, watched):
     page.get_by_role("combobox", name="Cost").click()
     page.get_by_role("option", name="Size").click()
     page.wait_for_function("location.search.includes('cost=Size')")
+    page.wait_for_function("document.querySelector('.js-plotly-plot').textContent.includes('Size, MB')")
+    page.wait_for_function("!document.querySelector('[data-testid=stStatusWidget]')")
     page.wait_for_function(POINT)
     box = page.evaluate(POINT)
     page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)

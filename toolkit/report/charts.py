@@ -74,7 +74,7 @@ def _point(row: Any, position: int, x: Axis, y: Axis, palette: Palette, place: s
     return go.Scatter(
         x=[row[x.key] * x.scale], y=[row[y.key] * y.scale], mode="markers+text", name=row["engine"],
         opacity=0.5 if standing is not None and standing.state == "dominated" else 1.0,
-        text=[f"<b>{row['engine']}</b>"], textposition=place, textfont={"color": color, "size": 13},
+        text=[f"<b>{row['engine']}</b>"], textposition=place, cliponaxis=False, textfont={"color": color, "size": 13},
         error_x=_bar(row, x, color), error_y=_bar(row, y, color), customdata=[row["engine_digest"]],
         marker={"color": color, "size": 13, "symbol": marker(row["recipe"], row["kv_cache"], position),
                 "line": {"width": 2, "color": color}},
@@ -103,8 +103,10 @@ def _label_places(shown: pandas.DataFrame, x: Axis, y: Axis) -> dict[str, str]:
     found = {}
     for _, row in shown.iterrows():
         px, py = points[row["engine_digest"]]
-        boxes = [(place, _box(px, py, across, up, len(row["engine"]))) for place, across, up in _PLACES]
-        place, box = min(boxes, key=lambda one: sum(_overlap(one[1], other) for other in taken) + _outside(one[1]))
+        boxes = [(place, _box(px, py, across, up, len(row["engine"])), 1.04 if across > 0 else 1.085)
+                 for place, across, up in _PLACES]
+        place, box, _ = min(boxes, key=lambda one: sum(_overlap(one[1], other) for other in taken)
+                            + _outside(one[1], one[2]))
         taken.append(box)
         found[row["engine_digest"]] = place
     return found
@@ -124,9 +126,9 @@ def _overlap(one: tuple[float, float, float, float], other: tuple[float, float, 
     return max(0.0, across) * max(0.0, up) / (10 * _LETTER * _LINE)
 
 
-def _outside(box: tuple[float, float, float, float]) -> float:
-    """How much of a label leaves the plot to the right or left, which cuts it off."""
-    return 3 * (max(0.0, box[1] - 1.085) + max(0.0, -0.02 - box[0]))
+def _outside(box: tuple[float, float, float, float], right: float) -> float:
+    """How far a label leaves the plot to the left, or beyond ``right``: on a phone letters take twice the share."""
+    return 3 * (max(0.0, box[1] - right) + max(0.0, -0.02 - box[0]))
 
 
 def _bar(row: Any, axis: Axis, color: str) -> dict[str, Any] | None:
