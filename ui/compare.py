@@ -75,7 +75,7 @@ def _differences(runs: list[Run], rows: list[list[Row]]) -> None:
               **{run.id: _cell(line, place) for place, run in enumerate(runs)}} for line in shown]
     st.dataframe(lines, hide_index=True, width="stretch", key="figures", height="content")
     st.caption("▲ higher and ▼ lower than in the first run, beyond the intervals (quality) or the range of the repeats "
-               "(time); a size without either is marked when it is not the same. Without a mark no difference was seen.")
+               "(time); a size without either is marked when it is not the same. No mark: no difference was seen.")
     common.frame_exports("compare", lines)
 
 
