@@ -38,7 +38,7 @@ def test_every_verb_has_help_with_the_common_options(verb, capsys):
 def test_later_verbs_are_not_listed(capsys):
     cli.run_command(["--help"])
     listed = capsys.readouterr().out
-    for name in ("serve", "search", "convert"):
+    for name in ("search", "convert"):
         assert f"\n  {name} " not in listed
 
 
