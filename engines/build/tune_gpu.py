@@ -144,13 +144,17 @@ class _Tuner:
         return [self.known[self.key(op, tokens)] for op, tokens in self.points]
 
     def _untimed(self, op: Linear, tokens: int) -> list[KernelConfig]:
-        """First candidates; in deterministic mode the first pair that every size has."""
+        """First candidates; in deterministic mode one pair for all sizes, that which stands first most."""
         found = self.candidates(op, tokens)
         if not self.deterministic:
             return found
-        sizes = [size for other, size in self.points if other is op]
-        common = set.intersection(*({_pair(c) for c in self.candidates(op, size)} for size in sizes))
-        return [config for config in found if _pair(config) in common][:1] or found
+        pairs = [[_pair(config) for config in self.candidates(op, size)] for other, size in self.points if other is op]
+        common = set.intersection(*map(set, pairs))
+        if not common:
+            raise EngineError(f"{op.parts[0]} has no kernel with one BLOCK_K and SPLIT_K for all step sizes",
+                              "Build without deterministic.")
+        held = min(sorted(common), key=lambda pair: sum(row.index(pair) for row in pairs))
+        return [config for config in found if _pair(config) == held][:1]
 
     def _time(self, wanted: list[tuple[Linear, int]]) -> None:
         end = time.monotonic() + SECONDS[self.mode]

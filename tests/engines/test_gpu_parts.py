@@ -166,8 +166,12 @@ def test_fp8_is_refused_below_sm89() -> None:
         make_gpu_plan(CONFIG, schemes, BF16, EngineSpec(device="cuda", tune="none"), A100, by, [])
 
 
-def test_deterministic_holds_one_pair_a_linear() -> None:
-    program = program_for(None)
+@pytest.mark.parametrize("sizes", [{}, {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64},
+                                   {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
+                                    "num_key_value_heads": 8, "head_dim": 128}], ids=["tiny", "small", "8b"])
+def test_deterministic_holds_one_pair_a_linear(sizes: dict[str, int]) -> None:
+    """Where nothing is timed, too: each size's own first choice is not the same pair."""
+    program = fused_program(CONFIG | sizes, *schemes_for(None))[2]
     tuned = tune_gpu(program, H200, "none", 4096, True, None, lambda event: None)
     for shape in {linear_shape(op) for op in program.linears()}:
         configs = [KernelConfig.from_json(choice.config or {}) for choice in tuned.choices if choice.shape == shape]

@@ -120,8 +120,8 @@ class CudaRunner:
         """Start a step; ``Sequence.computed`` is advanced here."""
         with self._on_stream():
             record, tokens, logprobs, event = self._ring.next()
-            decodes = [chunk for chunk in chunks if chunk.count == 1 and chunk.sequence.score is None]
-            others = [chunk for chunk in chunks if chunk.count > 1 or chunk.sequence.score is not None]
+            decodes = [chunk for chunk in chunks if self._decodes(chunk)]
+            others = [chunk for chunk in chunks if not self._decodes(chunk)]
             samplers = self._mixed(record, decodes, others) if others else self._decode(record, decodes)
             pending = self._fetch([chunk.sequence if chunk else None for chunk in samplers], tokens, logprobs, event)
             at = len(decodes)
@@ -132,6 +132,13 @@ class CudaRunner:
             for chunk in chunks:
                 chunk.sequence.computed += chunk.count
             return pending
+
+    def _decodes(self, chunk: Chunk) -> bool:
+        """Whether decode kernels compute the chunk. One token of a prompt may be all that a step has room for: in
+        deterministic mode it is computed as if it were among others, as its batch must not show."""
+        if chunk.count > 1 or chunk.sequence.score is not None:
+            return False
+        return not (self._plan.deterministic and chunk.sequence.computed < chunk.sequence.prompt_len)
 
     def _decode(self, record: HostRecord, chunks: list[Chunk]) -> list[Chunk | None]:
         """One token each; every row is sampled, and one whose prompt goes on is not read."""
