@@ -144,11 +144,16 @@ def _weight_bytes(program: Program, impls: Mapping[str, str]) -> int:
     return total
 
 
-def _limits(spec: EngineSpec, facts: ModelFacts, kv: Grid, weights: int) -> tuple[Limits, MemoryPlan]:
-    max_seq_len = spec.max_seq_len or facts.max_position
-    if max_seq_len > facts.max_position:
-        raise EngineError(f"max_seq_len {max_seq_len} is beyond the model's {facts.max_position} positions",
+def longest(spec: EngineSpec, facts: ModelFacts) -> int:
+    """Tokens of the longest sequence that is asked for; EngineError when the model has fewer positions."""
+    if spec.max_seq_len is not None and spec.max_seq_len > facts.max_position:
+        raise EngineError(f"max_seq_len {spec.max_seq_len} is beyond the model's {facts.max_position} positions",
                           f"Ask for at most {facts.max_position}.")
+    return spec.max_seq_len or facts.max_position
+
+
+def _limits(spec: EngineSpec, facts: ModelFacts, kv: Grid, weights: int) -> tuple[Limits, MemoryPlan]:
+    max_seq_len = longest(spec, facts)
     tokens = min(spec.max_num_tokens, max_seq_len * spec.max_batch_size)
     activations = 4 * tokens * (4 * facts.hidden_size + 6 * facts.intermediate_size) + 4 * 128 * facts.vocab_size
     block_bytes = spec.block_size * kv_bytes_per_token(facts, kv)

@@ -24,7 +24,7 @@ from engines.build.weights import Pack, activation_keys, pack_portable, write_we
 from engines.device import Device, detect
 from engines.engine import FORMAT, KIND, TIMINGS, TOKENIZER, Engine, EngineRecord
 from engines.parallel.mesh import Mesh
-from engines.plan import EngineSpec, Plan, check_spec, fused_program, make_plan
+from engines.plan import EngineSpec, Plan, check_spec, fused_program, longest, make_plan
 
 
 class Source(Protocol):
@@ -72,6 +72,7 @@ def plan_for(checkpoint: Source, spec: EngineSpec, tuning: Path | None = None, r
     keys = activation_keys(checkpoint.tensors(), checkpoint.schemes)
     facts, _, program, _ = fused_program(checkpoint.config, checkpoint.schemes, keys)
     check_vocabulary(checkpoint.tokenizer(), facts.vocab_size)
+    longest(spec, facts)
     if device.runs_triton:
         # Here and below: Triton and Numba are each imported where their device is asked for; neither is needed for the
         # other, and a GPU machine may have no Numba.

@@ -109,6 +109,33 @@ def test_a_row_does_not_depend_on_its_mates() -> None:
             assert torch.equal(run(alone)[0], together[row])
 
 
+def test_every_copy_of_a_weight_stays_alive() -> None:
+    """The table holds addresses only; copies that nobody held were freed, and timing them crashed now and then."""
+    import gc
+    import weakref
+
+    from engines.kernels.cpu.native import operator as module
+    made: list[weakref.ref[Tiles]] = []
+
+    class Watched(Tiles):
+        """A packed weight that can be watched."""
+
+    def of(stored, activation):
+        tiles = Tiles.of(stored, activation)
+        watched = Watched(**{name: getattr(tiles, name) for name in Tiles.__slots__})
+        made.append(weakref.ref(watched))
+        return watched
+
+    original, module.Tiles = module.Tiles, type("Packer", (), {"of": staticmethod(of)})
+    try:
+        run = prepare(stored(BF16, 32, 16), None, 1, copies=3)
+    finally:
+        module.Tiles = original
+    gc.collect()
+    assert [reference() is not None for reference in made] == [True] * 3
+    assert run(torch.ones(1, 16)).shape == (1, 32)
+
+
 def test_int8_is_exact_at_the_extremes() -> None:
     n, k = 16, 1536
     weight = pack(INT8, [{"weight": torch.full((n, k), 127, dtype=torch.int8), "weight_scale": torch.ones(n)}], ["a"])
