@@ -10,7 +10,7 @@ A matcher belongs to one sequence and moves with its tokens. Preemption does not
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import llguidance
 import numpy as np
@@ -22,7 +22,7 @@ from engines.request import Grammar
 _LIMITS = llguidance.LLParserLimits(initial_lexer_fuel=2_000_000, step_lexer_fuel=200_000, step_max_items=50_000,
                                     max_lexer_states=50_000, max_grammar_size=100_000, verbose_errors=False)
 #: JSON as most models write it; free white space would let a model fill its limit with it.
-_JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+_JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 #: Schemas and expressions nested deeper than this are refused before anything recursive sees them.
 MAX_DEPTH = 64
 
