@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,7 +23,7 @@ from engines.build.compiled_cpu import refuses
 from engines.build.weights import Weights, write_weights
 from engines.errors import EngineError
 from engines.kernels.cpu.disk import pack
-from engines.kernels.cpu.native import norms
+from engines.kernels.cpu.native import norms, step
 from engines.kernels.cpu.native.grids import bits
 from engines.kernels.cpu.native.operator import prepare
 from engines.kernels.cpu.native.team import Team, team
@@ -107,6 +109,15 @@ def test_a_row_does_not_depend_on_its_mates() -> None:
         for row in (0, 4, 31, 32):
             alone = Quantized(rows.codes[row:row + 1], rows.scale[row:row + 1]) if activation else x[row:row + 1]
             assert torch.equal(run(alone)[0], together[row])
+
+
+def test_compiled_code_is_cached_by_the_content_of_every_source() -> None:
+    """Numba's cache sees one file; a kernel changed in another must not run as it was."""
+    folder = Path(step.__file__).parent
+    joined = b"\0".join(source.read_bytes() for source in sorted(folder.glob("*.py")))
+    assert step.run.py_func.__qualname__ == f"walk_{hashlib.sha256(joined).hexdigest()[:16]}"
+    assert any(f"walk_{hashlib.sha256(joined).hexdigest()[:16]}" in str(path)
+               for path in Path(step.run.stats.cache_path).glob("*.nbi"))
 
 
 def test_every_copy_of_a_weight_stays_alive() -> None:
@@ -213,10 +224,10 @@ def test_a_team_takes_one_step_at_a_time() -> None:
     members = Team(3)
     seen: list[tuple[int, int]] = []
 
-    def step(caller: int) -> None:
+    def one(caller: int) -> None:
         members.run(lambda rank, size, sync: seen.append((caller, rank)))
 
-    callers = [threading.Thread(target=step, args=(caller,)) for caller in range(8)]
+    callers = [threading.Thread(target=one, args=(caller,)) for caller in range(8)]
     for thread in callers:
         thread.start()
     for thread in callers:

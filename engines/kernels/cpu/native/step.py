@@ -7,7 +7,9 @@ Op they meet at a barrier. A waiting thread spins, then offers its processor.
 
 from __future__ import annotations
 
+import hashlib
 from enum import IntEnum, auto
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -157,9 +159,7 @@ def _linear(op: Any, rows: int, sync: int, size: int) -> None:
         first = fetch_add(sync + 128, chunk)
 
 
-@njit("void(int64, int64, int64, int64, int64, int64[:, ::1], float64[:, ::1], int64[::1])", nogil=True, cache=True,
-      error_model="numpy")
-def run(rank: int, size: int, sync: int, first: int, last: int, ops: Any, reals: Any, context: Any) -> None:
+def _walk(rank: int, size: int, sync: int, first: int, last: int, ops: Any, reals: Any, context: Any) -> None:
     """Ops first to last, as thread ``rank`` of ``size``. Every thread calls this with the same other arguments."""
     rows = context[_ROWS]
     scratch = context[_SCRATCH] + rank * context[_SCRATCH_BYTES]
@@ -185,3 +185,18 @@ def run(rank: int, size: int, sync: int, first: int, last: int, ops: Any, reals:
         else:
             _row_op(op, real, scratch, rows, rank, size)
         barrier(sync, size)
+
+
+def _stamp() -> str:
+    """The content of this folder's sources.
+
+    Numba keys its cache by the file of the function alone: with a changed kernel beside an unchanged walk it would run
+    the old code. The name of the function is in the key too, so the sources go there.
+    """
+    sources = sorted(Path(__file__).parent.glob("*.py"))
+    return hashlib.sha256(b"\0".join(source.read_bytes() for source in sources)).hexdigest()[:16]
+
+
+_walk.__qualname__ = f"walk_{_stamp()}"
+run = njit("void(int64, int64, int64, int64, int64, int64[:, ::1], float64[:, ::1], int64[::1])", nogil=True,
+           cache=True, error_model="numpy")(_walk)
