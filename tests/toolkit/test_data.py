@@ -71,7 +71,7 @@ def test_splits_share_neither_documents_nor_thirteen_words(home):
 
 
 def test_other_folders_are_disjoint_from_calibration_too(home):
-    done = data.prepare(home, offline=True)
+    done = data.prepare(home, more=True, offline=True)
     calibrated = set().union(*(ngram_hashes(text.text) for part in (done.calibration, done.choose)
                                for text in part.texts))
     assert sorted(done.more) == sorted(data_sources.EXTRAS)
@@ -89,7 +89,7 @@ def test_other_folders_are_disjoint_from_calibration_too(home):
 
 @pytest.mark.skipif(data_sources.reasoning_gym() is None, reason="reasoning-gym is not installed")
 def test_procedural_problems_have_a_number_as_answer(home):
-    problems = data.prepare(home, offline=True).more["arithmetic"].task("reasoning_gym")
+    problems = data.prepare(home, more=True, offline=True).more["arithmetic"].task("reasoning_gym")
     assert len(problems) > 200
     assert all(re.fullmatch(r"-?\d+", problem.answer) for problem in problems)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 from toolkit.session import Session, verb
@@ -12,13 +14,14 @@ def register(app: typer.Typer) -> None:
     app.add_typer(group, name="data")
 
     @verb(group, "prepare")
-    def prepare(session: Session) -> None:
+    def prepare(session: Session, more: Annotated[bool, typer.Option(
+            "--more", help="Also MMLU, BoolQ, arithmetic, topics and code (a minute).")] = False) -> None:
         """Fetch the demo model, calibration and evaluation data; what is there already is kept."""
         from toolkit.data import prepare as prepare_data
         from toolkit.report.status import data_table
 
         with session.watch() as watch:
-            done = prepare_data(session.home, offline=session.offline, report=watch)
+            done = prepare_data(session.home, more=more, offline=session.offline, report=watch)
         parts = {"calibration": done.calibration, "choose": done.choose, "evaluation": done.evaluation} | done.more
         document = {"model": str(done.model), "data": {name: {
             "path": str(data.path), "digest": data.digest, "texts": len(data.texts),
