@@ -7,6 +7,7 @@ progress recorded under the job's id. Ctrl-C (what a cancel sends) ends it like 
 from __future__ import annotations
 
 import fcntl
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -26,6 +27,8 @@ def _turn(home: Home) -> Iterator[None]:
 
 def main(home: Home, job: str) -> int:
     """The exit code of the verb."""
+    # A server started in the background ignores Ctrl-C, and its children with it: no job could be cancelled.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     code = INTERRUPTED
     with JobTable(home.store) as table:
         work = table.find(job)

@@ -49,13 +49,21 @@ def test_only_work_can_be_started_and_not_twice(home):
         jobs.start(home, "sweep", ["x"])
 
 
-def test_jobs_wait_for_their_turn_and_can_be_cancelled_while_they_wait(home):
+@pytest.mark.parametrize("background", [False, True])
+def test_jobs_wait_for_their_turn_and_can_be_cancelled_while_they_wait(home, background):
+    """Also where the server was started in the background, which makes the system ignore Ctrl-C for its children."""
     import fcntl
 
+    before = signal.getsignal(signal.SIGINT)
+    if background:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     jobs.folder_of(home).mkdir(parents=True)
     with (jobs.folder_of(home) / ".turn").open("wb") as turn:
         fcntl.flock(turn, fcntl.LOCK_EX)
-        job = jobs.start(home, "eval", ["nothing"])
+        try:
+            job = jobs.start(home, "eval", ["nothing"])
+        finally:
+            signal.signal(signal.SIGINT, before)
         for _ in range(300):
             with jobs.JobTable(home.store) as table:
                 work = table.find(job)

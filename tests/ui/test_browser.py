@@ -147,7 +147,7 @@ def test_open_a_flip(served, watched):
     page.get_by_role("radio", name="Wrong to right").click()
     page.get_by_text("Which one is 5?").wait_for()
     page.wait_for_function("location.search.includes('flips=Wrong')")
-    assert page.get_by_text("Which one is 0?").count() == 0
+    page.get_by_text("Which one is 0?").wait_for(state="detached")
 
 
 def test_set_an_objective_and_keep_the_run_from_page_to_page(served, watched, full_home):
