@@ -65,7 +65,6 @@ class NativeBackend:
         self._plan, self._weights = plan, weights
         program, model, limits = plan.program, plan.model, plan.limits
         self._team = team(threads or torch.get_num_threads())
-        self._keep: list[Any] = []
         self._rows = max(limits.max_num_tokens, limits.max_batch_size)
         self._buffers = Buffers(program, widths_of(program, model.hidden_size), self._rows)
         rope = model.rope
@@ -165,20 +164,12 @@ class NativeBackend:
 
     # One method binds one kind of Op.
 
-    def _address(self, tensor: torch.Tensor) -> int:
-        """A tensor's address; the tensor is kept."""
-        kept = tensor.contiguous()
-        self._keep.append(kept)
-        return kept.data_ptr()
-
-    def _vector(self, name: str) -> int:
-        return self._address(self._weights.take(name).float().reshape(-1))
-
     def _quant(self, quant: ActQuant | None, row: OpRow) -> None:
         if quant is None:
             return
         if quant.pre_quant_scale is not None:
-            row.set(MULTIPLIER=self._vector(quant.pre_quant_scale))
+            multiplier = self._weights.take(quant.pre_quant_scale).float().reshape(-1)
+            row.set(MULTIPLIER=row.address(multiplier))
         grid = quant.grid
         if grid is not None:
             row.set(CODING=_CODINGS[grid.dtype, grid.dynamic])
@@ -198,12 +189,12 @@ class NativeBackend:
         table = self._weights.take(f"{op.weight}.weight")
         code = Code.EMBED_BF16 if table.dtype == torch.bfloat16 else Code.EMBED_F32
         kept = table if table.dtype == torch.bfloat16 else table.float()
-        row.set(CODE=code, WEIGHT=self._address(kept), N=table.shape[1])
+        row.set(CODE=code, WEIGHT=row.address(kept), N=table.shape[1])
         self._out(op.out, row)
 
     def _norm(self, op: RMSNorm | AddNorm, row: OpRow) -> None:
         weight = self._weights.take(f"{op.weight}.weight")
-        row.set(CODE=Code.NORM, WEIGHT=self._address(weight.float()), N=weight.numel())
+        row.set(CODE=Code.NORM, WEIGHT=row.address(weight.float()), N=weight.numel())
         row.real(EPS=op.eps)
         self._in(op.x, row)
         self._out(op.out, row)
@@ -227,9 +218,7 @@ class NativeBackend:
         self._quant(op.quant, row)
 
     def _linear(self, op: Linear, row: OpRow) -> None:
-        tiles = self._tiles[op.out]
-        self._keep.append(tiles)
-        row.linear(tiles)
+        row.linear(self._tiles[op.out])
         self._in(op.x, row)
         self._out(op.out, row)
         if op.activation is not None:

@@ -31,7 +31,6 @@ def prepare(stored: Stored, activation: Grid | None, threads: int | None = None,
     numbers = np.zeros(len(Context), np.int64)
 
     def run(rows: torch.Tensor | Quantized) -> torch.Tensor:
-        assert len(packed) == len(table)  # the table holds addresses: this keeps what they point at
         values = rows.codes if isinstance(rows, Quantized) else rows
         count = values.shape[0]
         x = values.contiguous().numpy()

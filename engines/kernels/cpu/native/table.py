@@ -1,10 +1,15 @@
-"""The table of Ops that ``step.run`` walks, written by column name, and the call that runs a part of it on a team."""
+"""The table of Ops that ``step.run`` walks, written by column name, and the call that runs a part of it on a team.
+
+A table holds addresses; what they point at must live as long as the table does, so the table keeps it.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import torch
 
 from engines.kernels.cpu.native.step import Code, Field, Real, run
 from engines.kernels.cpu.native.team import Team
@@ -13,10 +18,11 @@ from engines.kernels.cpu.native.tiles import Array, Tiles
 
 @dataclass(frozen=True, slots=True)
 class OpRow:
-    """One Op's rows of the two tables."""
+    """One Op's rows of the two tables, and the table's list of what must outlive it."""
 
     numbers: Array
     reals: Array
+    kept: list[Any]
 
     def set(self, **values: int) -> None:
         """Columns of ``Field`` by name."""
@@ -28,8 +34,15 @@ class OpRow:
         for name, value in values.items():
             self.reals[Real[name]] = value
 
+    def address(self, tensor: torch.Tensor) -> int:
+        """Where a tensor's numbers lie, contiguous; kept."""
+        held = tensor.contiguous()
+        self.kept.append(held)
+        return held.data_ptr()
+
     def linear(self, tiles: Tiles) -> None:
-        """Everything of a linear but its rows. The caller keeps ``tiles``."""
+        """Everything of a linear but its rows."""
+        self.kept.append(tiles)
         self.set(CODE=Code.LINEAR, KIND=tiles.kind, N=tiles.n, WEIGHT=tiles.data.ctypes.data, TILES=tiles.tiles,
                  TILE_BYTES=tiles.tile_bytes, COUNT=tiles.count, PITCH=tiles.pitch)
         for field, array in (("GROUP_SCALES", tiles.group_scales), ("SCALE", tiles.scale), ("BIAS", tiles.bias)):
@@ -43,12 +56,13 @@ class Table:
     def __init__(self, count: int) -> None:
         self._ops = np.zeros((count, len(Field)), np.int64)
         self._reals = np.zeros((count, len(Real)), np.float64)
+        self._kept: list[Any] = []
 
     def __len__(self) -> int:
         return len(self._ops)
 
     def row(self, index: int) -> OpRow:
-        return OpRow(self._ops[index], self._reals[index])
+        return OpRow(self._ops[index], self._reals[index], self._kept)
 
     def run(self, team: Team, first: int, last: int, numbers: Array) -> None:
         """Ops first to last on every thread, with a step's ``Context`` numbers."""
