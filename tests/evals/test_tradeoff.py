@@ -120,3 +120,12 @@ def test_cells_are_written_whole_or_not_at_all(tmp_path):
     assert not (tmp_path / "bad.json").exists()
     with pytest.raises(MeasureError, match="no values"):
         cell_of("x", [], "s")
+
+
+def test_a_result_names_no_folder_of_the_machine_it_was_made_on(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    elsewhere = tmp_path.parent / "elsewhere" / "int8"
+    monkeypatch.setattr("sys.argv", [f"{tmp_path}/benchmarks/cpu.py", "--engine", str(elsewhere), "--isl", "64"])
+    write_cells(tmp_path / "cells.json", [cell_of("one", [4.0], "s")])
+    written = json.loads((tmp_path / "cells.json").read_bytes())
+    assert written["command"] == "python benchmarks/cpu.py --engine int8 --isl 64"
