@@ -22,8 +22,9 @@ from engines.engine import Engine
 from engines.errors import EngineError
 from engines.request import CompletionOutput, PromptScore, RequestOutput, SamplingParams
 from engines.runtime.choices import Choices
-from engines.runtime.loop import Loop, Runner, TokenEvent
+from engines.runtime.loop import Loop, TokenEvent
 from engines.runtime.memory import MemoryWatch
+from engines.runtime.protocols import Runner
 from engines.runtime.runner import CpuRunner
 
 if TYPE_CHECKING:

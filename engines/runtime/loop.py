@@ -4,8 +4,8 @@ A runner may have ``lookahead`` steps launched that nobody has read: the loop sc
 and reads the oldest one then, so that a device never waits for the host. What a step will choose is reserved in its
 sequences as unknown tokens when it is launched; a sequence that turns out to have ended drops them.
 
-It turns requests into sequences (refusing what exceeds the limits, with the numbers), steps until they are finished,
-and gives token events. Nothing outside ``runtime/`` ever holds a Sequence.
+It queues what ``admission`` lets in, steps until all is finished, and gives token events. Nothing outside ``runtime/``
+ever holds a Sequence.
 
 **A fault stays where it is.** A row without a token ends its own sequence. A step that raises is run again sequence by
 sequence, and those that raise alone end with ``error``; the others go on. A sequence whose deadline has passed ends
@@ -14,37 +14,32 @@ between two steps, as does an aborted one: its blocks are free before the next s
 
 from __future__ import annotations
 
-import itertools
 import logging
-import secrets
 import time
 from collections import deque
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import numpy as np
-import torch
 
 from calib.text import Tokenizer
-from engines.errors import EngineError, LimitError
+from engines.errors import EngineError
 from engines.plan import Limits
 from engines.request import (
-    CompletionOutput,
     FinishReason,
     PromptScore,
     RequestOutput,
     SamplingParams,
     TokenLogprob,
-    seed_of,
 )
-from engines.runtime.blocks import BlockPool, root_key
+from engines.runtime.admission import PLAIN, Admission, Terms
+from engines.runtime.blocks import BlockPool
 from engines.runtime.choices import Choices, Part, parts_of, release
 from engines.runtime.grammar import GrammarError, Grammars
+from engines.runtime.protocols import ChoiceRunner, Launched, Runner
 from engines.runtime.sampler import Fault
 from engines.runtime.scheduler import Chunk, Scheduler
-from engines.runtime.sequence import ScoreRequest, Sequence
-from engines.runtime.text_stream import TextStream
+from engines.runtime.sequence import Sequence
 
 _LOG = logging.getLogger(__name__)
 
@@ -64,62 +59,20 @@ class TokenEvent:
     error: str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Terms:
-    """How a request is served, beside what it asks for. ``salt`` parts the prefix cache; a lower ``priority`` runs
-    first; ``deadline_s`` is counted from admission; ``reuse`` False neither finds nor leaves kept blocks."""
-
-    salt: str = ""
-    priority: int = 0
-    deadline_s: float | None = None
-    reuse: bool = True
-
-
-PLAIN = Terms()
-
-
-class Launched(Protocol):
-    """A step under way."""
-
-    def result(self) -> Ordered[tuple[Sequence, int | Fault, TokenLogprob | None]]:
-        """Wait for it; the next token, or the fault, of every sequence that was to get one."""
-        ...
-
-
-class Runner(Protocol):
-    """What runs chunks: ``launch`` starts a step, advances ``Sequence.computed`` and fills prompt scores.
-
-    ``adjusts_logits``: penalties, bias, grammars and min-p are honoured; elsewhere requests with them are refused.
-    """
-
-    lookahead: int
-    adjusts_logits: bool
-
-    def launch(self, chunks: Ordered[Chunk]) -> Launched: ...
-
-
-@runtime_checkable
-class ChoiceRunner(Protocol):
-    """A runner that computes a context once for all its continuations."""
-
-    def score_choices(self, questions: Ordered[Choices], parts: Ordered[Ordered[Part]]
-                      ) -> list[list[PromptScore]]: ...
-
-
 class Loop:
     """See the module's docstring. Not thread-safe: one owner calls it."""
 
     def __init__(self, runner: Runner, tokenizer: Tokenizer, limits: Limits, vocab_size: int, *, digest: str = "",
                  reuse: bool = True) -> None:
         """``digest`` is the engine's, for the keys of kept blocks; ``reuse`` False keeps none."""
-        self._runner, self._tokenizer, self._limits, self._vocab_size = runner, tokenizer, limits, vocab_size
-        self._digest = digest
+        self._runner, self._limits = runner, limits
         self._pool = BlockPool(limits.num_blocks, limits.block_size, reuse=reuse)
         self._scheduler = Scheduler(self._pool, limits.max_batch_size, limits.max_num_tokens, limits.max_seq_len)
         self._grammars = Grammars(tokenizer, vocab_size)
+        self._admission = Admission(tokenizer, limits, vocab_size, self._grammars, adjusts_logits=runner.adjusts_logits,
+                                    digest=digest if reuse else None)
         self._deadlines = False
         self._sequences: dict[int, Sequence] = {}
-        self._numbers = itertools.count()
         self._flights: deque[Launched] = deque()
         self.steps = 0
         self.tokens_computed = 0
@@ -131,93 +84,24 @@ class Loop:
         return self._limits
 
     def admit(self, prompt: Ordered[int], params: SamplingParams, *, index: int = 0, terms: Terms = PLAIN) -> int:
-        """Queue continuation ``index`` of a generation; returns its number.
-
-        LimitError for an empty, foreign or too long prompt, an id outside the vocabulary, a grammar that cannot be
-        used, or a parameter that this device does not honour.
-        """
-        self._check_prompt(prompt, params.max_tokens)
-        self._check_honoured(params)
-        ends = frozenset(params.stop_token_ids + (() if params.ignore_eos else self._tokenizer.eos_ids))
-        if strange := [index for index in ends if not 0 <= index < self._vocab_size]:
-            raise LimitError(f"stop token {strange[0]} is outside the vocabulary of {self._vocab_size}",
-                             "Give ids of this model's tokenizer.")
-        seed = secrets.randbits(63) if params.seed is None else seed_of(params.seed, index)
-        matcher = None if params.grammar is None else self._grammars.matcher(params.grammar)
-        sequence = Sequence(next(self._numbers), list(prompt), len(prompt), params, seed, ends,
-                            text=TextStream(self._tokenizer, params.stop), priority=terms.priority, matcher=matcher)
-        if terms.reuse and self._pool.reuse:
-            sequence.keys, sequence.root = [], root_key(self._digest, terms.salt)
-        self._limit_time(sequence, terms)
-        self._sequences[sequence.number] = sequence
+        """Queue continuation ``index`` of a generation; returns its number. LimitError says what cannot be served."""
+        sequence = self._admission.generation(prompt, params, index, terms)
         if params.max_tokens == 0:
             sequence.finish_reason, sequence.finished_at = "length", sequence.admitted_at
-        else:
-            self._scheduler.add(sequence)
-        return sequence.number
-
-    def _limit_time(self, sequence: Sequence, terms: Terms) -> None:
-        if terms.deadline_s is not None:
-            sequence.deadline = time.monotonic() + terms.deadline_s
-            self._deadlines = True
-
-    def _check_honoured(self, params: SamplingParams) -> None:
-        for index in params.logit_bias:
-            if not 0 <= index < self._vocab_size:
-                raise LimitError(f"logit_bias names token {index}, outside the vocabulary of {self._vocab_size}",
-                                 "Give ids of this model's tokenizer.")
-        if self._runner.adjusts_logits:
-            return
-        asked = [name for name, given in (
-            ("presence_penalty", params.presence_penalty), ("frequency_penalty", params.frequency_penalty),
-            ("repetition_penalty", params.repetition_penalty != 1.0), ("logit_bias", params.logit_bias),
-            ("grammar", params.grammar), ("min_p", params.min_p)) if given]
-        if asked:
-            raise LimitError(f"{', '.join(asked)} cannot be honoured on this engine's device", "Leave it out.")
+            self._sequences[sequence.number] = sequence
+            return sequence.number
+        return self._queue(sequence)
 
     def admit_score(self, prompt: Ordered[int], top_k: int, at_ids: np.ndarray | None, terms: Terms = PLAIN) -> int:
         """Queue the scoring of a prompt of at least two tokens; returns its number. Every row is computed: kept
         blocks are neither used nor left."""
-        self._check_prompt(prompt, 0)
-        rows = len(prompt) - 1
-        if rows < 1:
-            raise LimitError("a prompt of 1 token has nothing to score", "Score at least two tokens.")
-        if not 0 <= top_k <= self._vocab_size:
-            raise LimitError(f"top_k {top_k} is outside 0..{self._vocab_size}", "Ask for fewer.")
-        ids = None if at_ids is None else self._checked_ids(at_ids, rows)
-        score = ScoreRequest(
-            top_k, ids, np.empty(rows, np.float32), np.empty(rows, np.bool_),
-            np.empty((rows, top_k), np.int32) if top_k else None,
-            np.empty((rows, top_k), np.float32) if top_k else None,
-            None if ids is None else np.empty(tuple(ids.shape), np.float32))
-        sequence = Sequence(next(self._numbers), list(prompt), len(prompt), SamplingParams(max_tokens=0), 0,
-                            frozenset(), score=score, priority=terms.priority)
-        self._limit_time(sequence, terms)
+        return self._queue(self._admission.scoring(prompt, top_k, at_ids, terms))
+
+    def _queue(self, sequence: Sequence) -> int:
+        self._deadlines |= sequence.deadline is not None
         self._sequences[sequence.number] = sequence
         self._scheduler.add(sequence)
         return sequence.number
-
-    def _checked_ids(self, at_ids: np.ndarray, rows: int) -> torch.Tensor:
-        ids = torch.as_tensor(np.asarray(at_ids, dtype=np.int64))
-        if ids.dim() != 2 or ids.shape[0] != rows:
-            raise LimitError(f"at_ids has shape {list(ids.shape)} for a prompt of {rows + 1} tokens",
-                             f"Give [{rows}, k] ids.")
-        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self._vocab_size:
-            raise LimitError(f"at_ids holds {int(ids.min())}..{int(ids.max())}; the vocabulary has {self._vocab_size}",
-                             "The ids come from another model's tokenizer.")
-        return ids
-
-    def _check_prompt(self, prompt: Ordered[int], max_tokens: int) -> None:
-        limit = self._limits.max_seq_len
-        if not prompt:
-            raise LimitError("the prompt is empty: 0 tokens", "Give at least one token.")
-        if len(prompt) + max_tokens > limit:
-            raise LimitError(f"{len(prompt)} prompt tokens + {max_tokens} max_tokens exceed this engine's max_seq_len "
-                             f"of {limit}", "Shorten the prompt, lower max_tokens, or build with a larger max_seq_len.")
-        if min(prompt) < 0 or max(prompt) >= self._vocab_size:  # (a loop in Python would take a millisecond)
-            strange = next(index for index in prompt if not 0 <= index < self._vocab_size)
-            raise LimitError(f"token id {strange} is outside the vocabulary of {self._vocab_size}",
-                             "The ids come from another model's tokenizer.")
 
     @property
     def idle(self) -> bool:
@@ -334,28 +218,15 @@ class Loop:
 
     def take(self, number: int) -> RequestOutput:
         """The finished generation, which is then forgotten."""
-        sequence = self._sequences.pop(number)
-        assert sequence.text is not None
-        completion = CompletionOutput(
-            index=0, text=sequence.text.text, token_ids=list(sequence.generated),
-            logprobs=None if sequence.params.logprobs is None else sequence.logprobs,
-            finish_reason=sequence.finish_reason, error=sequence.error)
-        start = sequence.admitted_at
-        return RequestOutput(
-            prompt_token_ids=sequence.tokens[:sequence.prompt_len], outputs=[completion],
-            ttft_s=None if sequence.first_token_at is None else sequence.first_token_at - start,
-            e2e_s=None if sequence.finished_at is None else sequence.finished_at - start,
-            cached_tokens=sequence.cached_tokens or 0,
-            queue_s=None if sequence.started_at is None else sequence.started_at - start)
+        return self._sequences.pop(number).output()
 
     def take_score(self, number: int) -> PromptScore:
         """The finished scores, which are then forgotten."""
         sequence = self._sequences.pop(number)
-        score = sequence.score
-        assert score is not None
         if sequence.error is not None:
             raise EngineError(f"scoring failed: {sequence.error}", "See the engine's log.")
-        return PromptScore(score.logprobs, score.greedy, score.top_ids, score.top_logprobs, score.at_logprobs)
+        assert sequence.score is not None
+        return sequence.score.result()
 
     def score_choices(self, questions: Ordered[Choices]) -> list[list[PromptScore] | None]:
         """Score continuations of shared contexts in steps of their own, between other work: blocks must be free.
@@ -365,7 +236,7 @@ class Loop:
         """
         for question in questions:
             for one in question.continuations:
-                self._check_prompt([*question.context, *one], 0)
+                self._admission.check_prompt([*question.context, *one], 0)
         found: list[list[PromptScore] | None] = [None] * len(questions)
         sizes = [question.rows(self._pool.block_size) for question in questions]
         waiting = deque(i for i, size in enumerate(sizes) if size <= self._limits.max_num_tokens)

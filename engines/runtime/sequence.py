@@ -21,7 +21,14 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from engines.request import FinishReason, SamplingParams, TokenLogprob
+from engines.request import (
+    CompletionOutput,
+    FinishReason,
+    PromptScore,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprob,
+)
 from engines.runtime.grammar import Matcher
 from engines.runtime.text_stream import TextStream
 
@@ -40,6 +47,9 @@ class ScoreRequest:
     top_ids: np.ndarray | None
     top_logprobs: np.ndarray | None
     at_logprobs: np.ndarray | None
+
+    def result(self) -> PromptScore:
+        return PromptScore(self.logprobs, self.greedy, self.top_ids, self.top_logprobs, self.at_logprobs)
 
 
 @dataclass(slots=True, eq=False)
@@ -131,3 +141,17 @@ class Sequence:
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+    def output(self) -> RequestOutput:
+        """What its owner gets; times are seconds since admission."""
+        assert self.text is not None
+
+        def since(moment: float | None) -> float | None:
+            return None if moment is None else moment - self.admitted_at
+
+        completion = CompletionOutput(
+            index=0, text=self.text.text, token_ids=list(self.generated), finish_reason=self.finish_reason,
+            logprobs=None if self.params.logprobs is None else self.logprobs, error=self.error)
+        return RequestOutput(
+            prompt_token_ids=self.tokens[:self.prompt_len], outputs=[completion], ttft_s=since(self.first_token_at),
+            e2e_s=since(self.finished_at), cached_tokens=self.cached_tokens or 0, queue_s=since(self.started_at))

@@ -13,8 +13,9 @@ from tiny_models import VOCAB
 from engines.errors import EngineError, LimitError
 from engines.llm import LLM
 from engines.request import Grammar, SamplingParams
+from engines.runtime.admission import Terms
 from engines.runtime.grammar import GrammarError
-from engines.runtime.loop import Loop, Terms
+from engines.runtime.loop import Loop
 
 PLAIN = SamplingParams(max_tokens=20, ignore_eos=True, logprobs=2)
 
@@ -195,7 +196,7 @@ def test_a_step_that_raises_fails_the_culprit_alone(engine) -> None:
 
 def test_what_a_device_does_not_honour_is_refused_by_name(engine) -> None:
     with LLM(engine) as llm:
-        llm.loop._runner.adjusts_logits = False
+        llm.loop._admission._adjusts_logits = False
         with pytest.raises(LimitError, match=r"presence_penalty, logit_bias, min_p cannot be honoured"):
             llm.generate("a", SamplingParams(presence_penalty=1.0, logit_bias={3: 1.0}, min_p=0.1))
         with pytest.raises(LimitError, match=f"token {VOCAB}"):

@@ -23,7 +23,8 @@ from typing import Any
 from calib.errors import ToolkitError
 from engines.llm import LLM
 from engines.request import SamplingParams, TokenLogprob
-from engines.runtime.loop import Loop, Terms, TokenEvent
+from engines.runtime.admission import Terms
+from engines.runtime.loop import Loop, TokenEvent
 from toolkit.serve.wire import BlockingWire, Message
 
 _LOG = logging.getLogger(__name__)
