@@ -32,7 +32,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engines.kernels.attention_plan import Workspace
+from engines.kernels.attention_plan import Workspace, load_item
 from engines.kernels.attention_step import attention_step, normalised, query_operand, score_scale, store_rows
 from engines.kernels.attention_twin import attend_twin, gather_cache
 from engines.kernels.impl import DeviceFacts, KernelConfig
@@ -151,14 +151,7 @@ def decode_kernel(q_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, acc_ptr, stats_ptr, 
     item = tl.program_id(1)
     gdc_launch(PDL)
     gdc_wait(PDL)
-    record = plan_ptr + (1 + item) * 8
-    items = tl.load(plan_ptr)
-    sequence = tl.load(record)
-    begin = tl.load(record + 1)
-    end = tl.load(record + 2)
-    seq_len = tl.load(record + 3)
-    split = tl.load(record + 4)
-    splits = tl.load(record + 5)
+    items, sequence, begin, end, seq_len, split, splits = load_item(plan_ptr, item)
     if item < items:
         LIVE: tl.constexpr = QUERY_LEN * GQA
         row = tl.arange(0, ROWS)

@@ -31,6 +31,14 @@ PLAN_WIDTH = 8
 
 
 @triton.jit
+def load_item(plan_ptr, item):
+    """Row ``item`` of the list, and before it how many items there are (beyond them stand older steps' rows)."""
+    record = plan_ptr + (1 + item) * 8
+    return (tl.load(plan_ptr), tl.load(record), tl.load(record + 1), tl.load(record + 2), tl.load(record + 3),
+            tl.load(record + 4), tl.load(record + 5))
+
+
+@triton.jit
 def _first_key(seq_len, QUERY_LEN: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr):
     """The first key any query of the sequence sees, rounded down to a tile."""
     if WINDOW > 0:

@@ -32,7 +32,7 @@ import triton.language as tl
 
 from engines.kernels import attention_decode, rope_kv
 from engines.kernels.attention_decode import check_epilogue, finish_item, launch_merge, merge_chunk
-from engines.kernels.attention_plan import Workspace
+from engines.kernels.attention_plan import Workspace, load_item
 from engines.kernels.attention_step import attend, attention_step, capped, load_tile, query_operand, score_scale
 from engines.kernels.impl import KernelConfig
 from engines.kernels.jit import INTERPRETED, ActQuant, gdc_launch, gdc_wait, launch_options, next_pow2
@@ -64,16 +64,9 @@ def rope_decode_kernel(qkv_ptr, cos_sin_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, 
     gdc_launch(PDL)
     if not EARLY:
         gdc_wait(PDL)
-    record = plan_ptr + (1 + item) * 8
-    items = tl.load(plan_ptr)
-    sequence = tl.load(record)
-    begin = tl.load(record + 1)
-    end = tl.load(record + 2)
-    seq_len = tl.load(record + 3)
-    split = tl.load(record + 4)
-    splits = tl.load(record + 5)
+    items, sequence, begin, end, seq_len, split, splits = load_item(plan_ptr, item)
     mine = item < items
-    sequence = tl.where(mine, sequence, 0)  # beyond the list stand older steps' items
+    sequence = tl.where(mine, sequence, 0)  # a row beyond the list may name anything
     last = tl.where(mine, seq_len - 1, -1)
     cached_end = tl.minimum(end, last)
     position = tl.maximum(last, 0)
