@@ -31,7 +31,7 @@ PLAN_WIDTH = 8
 
 
 @triton.jit
-def load_item(plan_ptr, item):
+def load_item(plan_ptr, item) -> tuple[tl.tensor, ...]:
     """Row ``item`` of the list, and before it how many items there are (beyond them stand older steps' rows)."""
     record = plan_ptr + (1 + item) * 8
     return (tl.load(plan_ptr), tl.load(record), tl.load(record + 1), tl.load(record + 2), tl.load(record + 3),
