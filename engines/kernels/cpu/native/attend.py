@@ -126,67 +126,83 @@ def _fetch(address: int, count: int) -> None:
         prefetch(address + at)
 
 
+@njit(inline="always", error_model="numpy")
+def _block(cache: int, table: int, b: int, heads: int, head: int, run: int) -> int:
+    """Where block b of a sequence begins for one of the 2 * kv_heads heads; a block of a head is ``run`` bytes."""
+    return cache + (words(table, b + 1)[b] * heads + head) * run
+
+
+@njit(nogil=True, error_model="numpy")
+def _score(packed: int, scores: int, row_bytes: int, matrix: int, dim: int, seen: int, cache: int, heads: int,
+           head: int, wide: bool, table: int, block_size: int, codes: int, block: int) -> None:
+    """q k of ``matrix`` rows and the first ``seen`` keys, block by block; the next block is fetched meanwhile."""
+    pitch = dim * (4 if wide else 1)
+    run = block_size * pitch
+    for b in range((seen + block_size - 1) // block_size):
+        count = min(block_size, seen - b * block_size)
+        keys, step = _block(cache, table, b, heads, head, run), pitch
+        if b * block_size + count < seen:
+            _fetch(_block(cache, table, b + 1, heads, head, run), run)
+        else:
+            _fetch(_block(cache, table, 0, heads, head + heads // 2, run), run)
+        if not wide:
+            _widen(keys, pitch, count + count % 2, dim, floats(codes, 256), block)
+            keys, step = block, dim * 4
+        for t in range(0, count, 2):
+            _dots(keys + t * step, packed, dim * 4, scores + (b * block_size + t) * 4, row_bytes, dim // 8, step, 0,
+                  matrix)
+
+
+@njit(nogil=True, error_model="numpy")
+def _mix(scores: int, row_bytes: int, sums: int, matrix: int, dim: int, seen: int, cache: int, heads: int, head: int,
+         wide: bool, table: int, block_size: int, codes: int, block: int) -> None:
+    """Adds p v of the first ``seen`` values to ``sums``, block by block; the next block is fetched meanwhile."""
+    pitch = dim * (4 if wide else 1)
+    run = block_size * pitch
+    for b in range((seen + block_size - 1) // block_size):
+        count = min(block_size, seen - b * block_size)
+        values, step = _block(cache, table, b, heads, head, run), pitch
+        if b * block_size + count < seen:
+            _fetch(_block(cache, table, b + 1, heads, head, run), run)
+        if not wide:
+            _widen(values, pitch, count, dim, floats(codes, 256), block)
+            values, step = block, dim * 4
+        for tile in range(dim // 16):
+            rows_float(values + 64 * tile, scores + b * block_size * 4, row_bytes, sums + 64 * tile, dim * 4, count,
+                       step, 0, matrix)
+
+
 @njit(nogil=True, error_model="numpy")
 def attend_unit(q: int, q_bytes: int, out: int, out_bytes: int, rows: int, group: int, dim: int, before: int,
                 cache: int, kv_heads: int, head: int, wide: bool, k_scale: float, v_scale: float, table: int,
                 block_size: int, codes: int, scratch: int, longest: int) -> None:
     """One unit: ``rows`` new tokens after ``before`` seen ones; q and out point at the first token's first head.
 
-    ``scratch``: q and sums [ROWS * group, dim] each, a block of
-    [block_size + 1, dim], scores [ROWS * group, longest].
+    ``scratch``: q and sums [ROWS * group, dim] each, a block of [block_size + 1, dim], scores [ROWS * group, longest].
     """
-    pitch = dim * (4 if wide else 1)
-    run = block_size * pitch
-    matrix = rows * group
+    matrix, row_bytes, seen, heads = rows * group, longest * 4, before + rows, 2 * kv_heads
     packed, sums = scratch, scratch + ROWS * group * dim * 4
     block = sums + ROWS * group * dim * 4
     scores = block + (block_size + 1) * dim * 4
-    row_bytes = longest * 4
     for t in range(rows):
         floats(packed + t * group * dim * 4, group * dim)[:] = floats(q + t * q_bytes, group * dim)
     floats(sums, matrix * dim)[:] = 0.0
-    seen = before + rows
-    lut = floats(codes, 256)
-    for b in range((seen + block_size - 1) // block_size):
-        count = min(block_size, seen - b * block_size)
-        keys = cache + (words(table, b + 1)[b] * 2 * kv_heads + head) * run
-        if b * block_size + count < seen:
-            _fetch(cache + (words(table, b + 2)[b + 1] * 2 * kv_heads + head) * run, run)
-        else:
-            _fetch(cache + (words(table, 1)[0] * 2 * kv_heads + kv_heads + head) * run, run)
-        step = pitch
-        if not wide:
-            _widen(keys, pitch, count + count % 2, dim, lut, block)
-            keys, step = block, dim * 4
-        for t in range(0, count, 2):
-            _dots(keys + t * step, packed, dim * 4, scores + (b * block_size + t) * 4, row_bytes, dim // 8, step, 0,
-                  matrix)
+    _score(packed, scores, row_bytes, matrix, dim, seen, cache, heads, head, wide, table, block_size, codes, block)
     scale = np.float32(k_scale) / np.sqrt(np.float32(dim))
-    for t in range(rows):
-        for j in range(group):
-            row = floats(scores + (t * group + j) * row_bytes, longest)
-            total = _soften(row[:before + t + 1], scale)
-            row[before + t + 1:seen] = 0.0
-            floats(packed, matrix)[t * group + j] = np.float32(v_scale) / total
-    for b in range((seen + block_size - 1) // block_size):
-        count = min(block_size, seen - b * block_size)
-        values = cache + (words(table, b + 1)[b] * 2 * kv_heads + kv_heads + head) * run
-        if b * block_size + count < seen:
-            _fetch(cache + (words(table, b + 2)[b + 1] * 2 * kv_heads + kv_heads + head) * run, run)
-        step = pitch
-        if not wide:
-            _widen(values, pitch, count, dim, lut, block)
-            values, step = block, dim * 4
-        for tile in range(dim // 16):
-            rows_float(values + 64 * tile, scores + b * block_size * 4, row_bytes, sums + 64 * tile, dim * 4, count,
-                       step, 0, matrix)
-    for t in range(rows):
-        for j in range(group):
-            by = floats(packed, matrix)[t * group + j]
-            y = floats(out + t * out_bytes + j * dim * 4, dim)
-            total_row = floats(sums + (t * group + j) * dim * 4, dim)
-            for i in range(dim):
-                y[i] = total_row[i] * by
+    for r in range(matrix):
+        visible = before + r // group + 1
+        row = floats(scores + r * row_bytes, longest)
+        total = _soften(row[:visible], scale)
+        row[visible:seen] = 0.0
+        floats(packed, matrix)[r] = np.float32(v_scale) / total
+    _mix(scores, row_bytes, sums, matrix, dim, seen, cache, heads, kv_heads + head, wide, table, block_size, codes,
+         block)
+    for r in range(matrix):
+        by = floats(packed, matrix)[r]
+        y = floats(out + r // group * out_bytes + r % group * dim * 4, dim)
+        total_row = floats(sums + r * dim * 4, dim)
+        for i in range(dim):
+            y[i] = total_row[i] * by
 
 
 @njit(nogil=True, error_model="numpy")
