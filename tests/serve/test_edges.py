@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
+import os
+import signal
 import socket
+import threading
+from collections.abc import Callable
 
 import httpx
 import pytest
@@ -126,6 +130,14 @@ def test_a_long_prompt_is_refused_with_the_numbers(http) -> None:
         "message"]
 
 
+def _when_refused(ask: Callable[[], httpx.Response]) -> httpx.Response:
+    """The first answer of a server whose engine stands still: one that was let in before the others gets none."""
+    for _ in range(10):
+        with contextlib.suppress(httpx.ReadTimeout):
+            return ask()
+    raise AssertionError("every request was let in")
+
+
 def test_keys_part_callers_and_are_never_logged(serve, tmp_path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("# callers\nann:aaaaaaaaaaaaaaaaaaaa\nbo:bbbbbbbbbbbbbbbbbbbbbb\n")
@@ -144,13 +156,17 @@ def test_keys_part_callers_and_are_never_logged(serve, tmp_path) -> None:
                                                                      "Host": "api.example:1"})
             cached.append(found.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
         assert cached == [0, 0, (len(text) - 1) // 16 * 16]
-        many = json.loads(json.dumps(body)) | {"prompt": [text] * 8, "max_tokens": 200, "ignore_eos": True,
-                                              "stream": True}
+        many = body | {"prompt": [text] * 8, "ignore_eos": True}
         key = {"Authorization": "Bearer " + "a" * 20}
-        with http.stream("POST", "/v1/completions", json=many, headers=key) as stream:
-            next(stream.iter_lines())
-            busy = httpx.post(f"{server.url}/v1/completions", json=body, headers=key)
-            assert (busy.status_code, busy.headers["retry-after"]) == (429, "1")
+        os.kill(server.engine_process, signal.SIGSTOP)  # nothing ends while the others ask
+        first = threading.Thread(target=http.post, args=("/v1/completions",), kwargs={"json": many, "headers": key})
+        first.start()
+        try:
+            busy = _when_refused(lambda: httpx.post(f"{server.url}/v1/completions", json=body, headers=key, timeout=1))
+        finally:
+            os.kill(server.engine_process, signal.SIGCONT)
+            first.join()
+        assert (busy.status_code, busy.headers["retry-after"]) == (429, "1")
     assert server.stop() == 0
     assert "aaaaaaaa" not in "".join(server.log)
 
