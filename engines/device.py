@@ -11,6 +11,7 @@ CUDA engine with its kernels in Triton's interpreter, on a CPU: slow, the same a
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Callable
 from pathlib import Path
@@ -63,8 +64,10 @@ class Device(Frozen):
 
     @property
     def memory_bytes(self) -> int:
-        """All memory of a GPU; for the interpreter a small, fixed number."""
-        return torch.cuda.get_device_properties(0).total_memory if self.kind == "cuda" else 4 * 1024**3
+        """All memory of a GPU or of the machine; for the interpreter a small, fixed number."""
+        if self.kind == "cuda":
+            return int(torch.cuda.get_device_properties(0).total_memory)
+        return 4 * 1024**3 if self.kind == "interpreter" else os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
     @property
     def torch_device(self) -> _TorchDevice:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -21,7 +22,8 @@ OutOption = Annotated[Path, typer.Option("--out", help="Folder to write; it must
 KeptOption = Annotated[Path | None, typer.Option("--out", help="Folder to write [default: in home].",
                                                  show_default=False)]
 MemoryOption = Annotated[str | None, typer.Option("--memory", "--gpu-memory", show_default=False,
-                                                  help="Cap on the engine's memory, like 2GB or 1500MiB.")]
+                                                  help="Cap on the engine's memory, like 2GB or 1500MiB, or a share "
+                                                  "of the device's, like 80%.")]
 _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
@@ -29,8 +31,18 @@ def parse_bytes(text: str) -> int:
     """``2GB``, ``1500MiB`` or plain bytes; UsageError otherwise."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
     if not found or found[2].lower() not in _UNITS:
-        raise UsageError(f"{text!r} is not a size", "Write it like 2GB, 1500MiB, or in bytes.")
+        raise UsageError(f"{text!r} is not a size", "Write it like 2GB, 1500MiB, 80%, or in bytes.")
     return int(float(found[1]) * _UNITS[found[2].lower()])
+
+
+def parse_memory(text: str, total: Callable[[], int]) -> int:
+    """A size as ``parse_bytes`` reads it, or a share of ``total()`` bytes: ``80%``. UsageError otherwise."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text.strip())
+    if not found:
+        return parse_bytes(text)
+    if not 0 < float(found[1]) <= 100:
+        raise UsageError(f"{text!r} is no share of the memory", "Write more than 0% and at most 100%.")
+    return int(float(found[1]) / 100 * total())
 
 
 def parse_cells(text: str) -> list[tuple[int, int, int]]:

@@ -6,7 +6,8 @@ import pytest
 
 from calib.progress import Progress
 from toolkit import console
-from toolkit.options import parse_bytes, parse_cells
+from toolkit.errors import UsageError
+from toolkit.options import parse_bytes, parse_cells, parse_memory
 
 
 @pytest.fixture
@@ -77,6 +78,14 @@ def test_duration(seconds, written):
                                             ("77", 77)])
 def test_sizes(text, size):
     assert parse_bytes(text) == size
+
+
+def test_a_share_of_the_devices_memory():
+    assert parse_memory("80%", lambda: 10 * 2**30) == 8 * 2**30
+    assert parse_memory("1GiB", lambda: pytest.fail("a size needs no device")) == 2**30
+    for text in ("0%", "101%", "-5%", "much"):
+        with pytest.raises(UsageError):
+            parse_memory(text, lambda: 2**30)
 
 
 def test_cells():

@@ -31,18 +31,19 @@ def register(app: typer.Typer) -> None:
         From a checkpoint, or from a model, which is calibrated first.
         """
         from engines.build.builder import build as build_engine
+        from engines.device import detect
         from engines.plan import EngineSpec
         from toolkit import making
         from toolkit.errors import UsageError
         from toolkit.job import EngineJob
-        from toolkit.options import parse_bytes
+        from toolkit.options import parse_memory
         from toolkit.refs import resolve
         from toolkit.stages import Workshop
         from toolkit.store import RunStore
 
+        cap = parse_memory(memory, lambda: detect(device).memory_bytes) if memory else None
         spec = EngineSpec(device=device, max_seq_len=max_seq_len, max_batch_size=max_batch_size,
-                          max_num_tokens=max_num_tokens, memory=parse_bytes(memory) if memory else None, tune=tune,
-                          deterministic=deterministic)
+                          max_num_tokens=max_num_tokens, memory=cap, tune=tune, deterministic=deterministic)
         with RunStore(session.home.store) as store, session.watch() as watch:
             shop = Workshop(session.home, store, watch, session.offline)
             found = resolve(ref, session.home, store, offline=session.offline).of_kind("model", "quantized-checkpoint")
