@@ -3,10 +3,11 @@
 Beside the evaluation split, whose questions a small model can answer, there are folders for larger models and for other
 questions:
 
-- ``mmlu``        2,850 questions, 50 of each of 57 subjects (the file is shuffled: a random sample is of all subjects)
+- ``mmlu``        2,850 questions of MMLU. The file names no subjects, so nothing is stratified by them: a task is one
+                  stratum, drawn from at random
 - ``boolq``       passage and yes/no question, of documents of the evaluation split only
 - ``arithmetic``  exact match: ASDiv's word problems with a number as answer, and, where the reasoning-gym package is
-                  installed, seeded problems of six of its families
+                  installed (``.[procedural]``), seeded problems of six of its families
 - ``topics``      prose of another domain than BoolQ's: the Python language's reference topics, always installed
 - ``code``        functions of the Python standard library, for perplexity only
 
