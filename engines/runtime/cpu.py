@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from engines.build.weights import Weights
+from engines.errors import EngineError
 from engines.kernels.cpu import rows as row_ops
 from engines.kernels.cpu.attention import AttentionPlan, attention
 from engines.kernels.cpu.attention import plan as plan_attention
@@ -108,12 +109,10 @@ class CpuBackend:
         return rotary_table(inverse, self._plan.limits.max_seq_len)
 
     def _cache(self, layer: int) -> LayerCache:
-        model, limits = self._plan.model, self._plan.limits
-        scales = None
-        if self._plan.kv.quantized:
-            base = f"model.layers.{layer}.self_attn"
-            scales = (self._scalar(f"{base}.k_scale"), self._scalar(f"{base}.v_scale"))
-        return LayerCache.empty(limits.num_blocks * limits.block_size, model.num_kv_heads, model.head_dim, scales)
+        model, limits, kv = self._plan.model, self._plan.limits, self._plan.kv
+        scales = kv_scales(self._plan, self._weights, layer) if kv.quantized else None
+        return LayerCache.empty(limits.num_blocks * limits.block_size, model.num_kv_heads, model.head_dim, scales,
+                                kv.dtype)
 
     def _scalar(self, name: str) -> float:
         return float(self._weights.take(name))
@@ -308,6 +307,24 @@ class CpuBackend:
             wanted = context.batch.rows
             v[out] = v[x] if wanted is None else v[x].index_select(0, wanted)
         return step
+
+
+def kv_scales(plan: Plan, weights: Weights, layer: int) -> torch.Tensor:
+    """Scales of a layer's cache, keys' heads, then values': float32 [2 * kv_heads]; ones for an unquantized cache.
+
+    A checkpoint has one a tensor [] or one a head [kv_heads]; EngineError for another shape.
+    """
+    heads = plan.model.num_kv_heads
+    if not plan.kv.quantized:
+        return torch.ones(2 * heads)
+    parts = []
+    for name in (f"model.layers.{layer}.self_attn.{kind}_scale" for kind in "kv"):
+        scale = weights.take(name).float().reshape(-1)
+        if scale.numel() not in (1, heads):
+            raise EngineError(f"{name} holds {scale.numel()} numbers, the model has {heads} kv heads",
+                              "A scale is one a tensor or one a head; calibrate again.")
+        parts.append(scale.expand(heads))
+    return torch.cat(parts)
 
 
 def _same(x: torch.Tensor) -> torch.Tensor:

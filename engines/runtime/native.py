@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from engines.build.weights import Weights
-from engines.kernels.cpu.native.attend import ROWS
+from engines.kernels.cpu.native.attend import ROWS, Form
 from engines.kernels.cpu.native.grids import NAME
 from engines.kernels.cpu.native.norms import Coding
 from engines.kernels.cpu.native.step import Code, Context
@@ -41,11 +41,13 @@ from engines.program import (
     writes,
 )
 from engines.runtime.batch import HEAD_ROWS, Batch
-from engines.runtime.cpu import CpuBackend
+from engines.runtime.cpu import CpuBackend, kv_scales
 from engines.runtime.native_buffers import Buffer, Buffers, widths_of
 
 _CODINGS = {("int8", True): Coding.INT8_TOKEN, ("int8", False): Coding.INT8_STATIC,
             ("fp8_e4m3", False): Coding.FP8_STATIC, ("fp8_e4m3", True): Coding.FP8_TOKEN}
+
+_FORMS = {"bf16": Form.FLOAT, "fp8_e4m3": Form.FP8, "int8": Form.INT8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,8 @@ class NativeBackend:
                                       rope.high_freq_factor, rope.original_max_position)
         self._cos, self._sin = (part.contiguous().numpy() for part in rotary_table(inverse, limits.max_seq_len))
         self._caches = [self._cache() for _ in range(model.num_layers)]
-        self._codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy().copy()
+        code = torch.int8 if plan.kv.dtype == "int8" else torch.float8_e4m3fn
+        self._codes = torch.arange(256, dtype=torch.uint8).view(code).float().numpy().copy()
         self._scratch()
         self._table = Table(len(program.ops))
         self._tiles = self._pack(program)
@@ -232,11 +235,8 @@ class NativeBackend:
         self._kv(op.layer, row)
 
     def _kv(self, layer: int, row: OpRow) -> None:
-        quantized = self._plan.kv.quantized
-        base = f"model.layers.{layer}.self_attn"
-        row.set(CACHE=self._caches[layer].ctypes.data, WIDE=0 if quantized else 1)
-        row.real(K_SCALE=float(self._weights.take(f"{base}.k_scale")) if quantized else 1.0,
-                 V_SCALE=float(self._weights.take(f"{base}.v_scale")) if quantized else 1.0)
+        row.set(CACHE=self._caches[layer].ctypes.data, FORM=_FORMS[self._plan.kv.dtype],
+                KV_SCALES=row.address(kv_scales(self._plan, self._weights, layer)))
 
     def _attention(self, op: Attention, row: OpRow) -> None:
         row.set(CODE=Code.ATTENTION, HEADS=op.heads, KV_HEADS=op.kv_heads, DIM=op.head_dim)

@@ -42,14 +42,17 @@ def expected(q: torch.Tensor, cache: LayerCache, mix: list[tuple[list[int], int,
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("scales", [None, (0.02, 0.03)], ids=["float32", "fp8"])
+SCALES = torch.tensor([0.02, 0.021, 0.03, 0.018])  # a number for each head: keys', then values'
+
+
+@pytest.mark.parametrize("form", [(None, "bf16"), (SCALES, "fp8_e4m3"), (SCALES, "int8")], ids=lambda form: form[1])
 @pytest.mark.parametrize("view_from", [1, 512])
 @pytest.mark.parametrize("mix", MIXES)
-def test_attention_is_a_softmax_over_the_sequence(mix: str, view_from: int, scales: tuple[float, float] | None,
+def test_attention_is_a_softmax_over_the_sequence(mix: str, view_from: int, form: tuple[torch.Tensor | None, str],
                                                   monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_module, "VIEW_FROM", view_from)
     torch.manual_seed(0)
-    cache = LayerCache.empty(12 * BLOCK, KV_HEADS, DIM, scales)
+    cache = LayerCache.empty(12 * BLOCK, KV_HEADS, DIM, *form)
     cache.store(torch.arange(12 * BLOCK), torch.randn(12 * BLOCK, 2 * KV_HEADS, DIM))
     work = MIXES[mix]
     q = torch.randn(sum(new for _, _, new in work), KV_HEADS * GROUP, DIM)
@@ -62,7 +65,7 @@ def test_attention_is_a_softmax_over_the_sequence(mix: str, view_from: int, scal
 def test_masked_slots_may_hold_anything_but_nan() -> None:
     """Blocks of other sequences and never-written ones stand behind the mask."""
     torch.manual_seed(1)
-    cache = LayerCache.empty(4 * BLOCK, KV_HEADS, DIM, None)
+    cache = LayerCache.empty(4 * BLOCK, KV_HEADS, DIM)
     cache.slots.fill_(1e30)
     cache.store(torch.tensor([0, 4, 5]), torch.randn(3, 2 * KV_HEADS, DIM))
     work = [([0], 1, 1), ([1], 2, 1)]
@@ -73,12 +76,18 @@ def test_masked_slots_may_hold_anything_but_nan() -> None:
 
 def test_a_new_cache_is_zero() -> None:
     """A masked slot is multiplied by 0: NaN left in fresh memory once became every logit of a batch."""
-    for scales in (None, (1.0, 1.0)):
+    for scales in (None, torch.ones(4)):
         assert not LayerCache.empty(4096, 2, 64, scales).slots.any()
 
 
+def test_an_int8_cache_saturates_and_rounds_to_even() -> None:
+    cache = LayerCache.empty(2, 2, 2, torch.tensor([0.5, 1.0, 2.0, 4.0]), "int8")
+    cache.store(torch.tensor([1]), torch.tensor([[[1000.0, 0.26], [2.5, 3.5], [-3000.0, 5.0], [-6.0, 0.0]]]))
+    assert cache.span(1, 1).tolist() == [[[63.5, 0.5], [2.0, 4.0], [-254.0, 4.0], [-8.0, 0.0]]]
+
+
 def test_an_fp8_cache_saturates_and_rounds() -> None:
-    cache = LayerCache.empty(2, 1, 2, (0.5, 2.0))
+    cache = LayerCache.empty(2, 1, 2, torch.tensor([0.5, 2.0]))
     cache.store(torch.tensor([1]), torch.tensor([[[1000.0, 0.26], [-3000.0, 5.0]]]))
     assert cache.span(1, 1).tolist() == [[[224.0, 0.25], [-896.0, 5.0]]]
 

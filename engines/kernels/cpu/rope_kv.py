@@ -5,9 +5,9 @@ S = [-sin, sin] of a token's position, y = x * C + roll(x, half) * S.
 
 **KV cache** of a layer: [slots, 2 * kv_heads, head_dim], a slot's keys first, then its values, so that a token is one
 contiguous row of the stacked qkv and is stored by one call. Slot = block * block_size + offset. An unquantized cache
-holds float32, the compute dtype (bf16 would round what transformers in float32 does not). An fp8 cache holds e4m3 codes
-of x / scale, saturated at 448, with one calibrated scale for a layer's keys and one for its values; codes become
-float32 when they are read.
+holds float32, the compute dtype (bf16 would round what transformers in float32 does not). A quantized cache holds codes
+of x / scale, e4m3 saturated at 448 or int8 in [-127, 127], with calibrated scales of a layer's keys and of its values,
+one a tensor or one a head; codes become float32 when they are read.
 """
 
 from __future__ import annotations
@@ -18,19 +18,21 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engines.kernels.cpu.rows import FP8_MAX
+from engines.kernels.cpu.rows import FP8_MAX, INT8_MAX
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """One layer's slots. ``scale`` float32 [2 * kv_heads, 1] for an fp8 cache, None for a float32 one."""
+    """One layer's slots. ``scale`` float32 [2 * kv_heads, 1] and ``code`` for a cache of codes, else None."""
 
     slots: torch.Tensor
     scale: torch.Tensor | None
+    code: torch.dtype | None = None
 
     @classmethod
-    def empty(cls, num_slots: int, kv_heads: int, head_dim: int, scales: tuple[float, float] | None) -> LayerCache:
-        """``scales`` = (k_scale, v_scale) makes an fp8 cache.
+    def empty(cls, num_slots: int, kv_heads: int, head_dim: int, scales: torch.Tensor | None = None,
+              dtype: str = "fp8_e4m3") -> LayerCache:
+        """``scales`` float32 [2 * kv_heads], keys' first, makes a cache of fp8_e4m3 or int8 codes.
 
         All zeros, for a masked slot is still multiplied by 0 and must not hold NaN; but numpy's zeros are pages that
         the system fills when they are first touched, so memory is taken only where tokens are stored.
@@ -38,13 +40,16 @@ class LayerCache:
         shape = (num_slots, 2 * kv_heads, head_dim)
         if scales is None:
             return cls(torch.from_numpy(np.zeros(shape, np.float32)), None)
-        scale = torch.tensor(scales).repeat_interleave(kv_heads).unsqueeze(1)
-        return cls(torch.from_numpy(np.zeros(shape, np.uint8)), scale)
+        code = torch.int8 if dtype == "int8" else torch.float8_e4m3fn
+        return cls(torch.from_numpy(np.zeros(shape, np.uint8)), scales.unsqueeze(1), code)
 
     def store(self, slots: torch.Tensor, kv: torch.Tensor) -> None:
         """Store rows kv [t, 2 * kv_heads, head_dim] at slots int64 [t]."""
         if self.scale is not None:
-            kv = (kv / self.scale).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
+            assert self.code is not None
+            kv = kv / self.scale
+            kv = (kv.round_().clamp_(-INT8_MAX, INT8_MAX) if self.code is torch.int8
+                  else kv.clamp_(-FP8_MAX, FP8_MAX)).to(self.code).view(torch.uint8)
         self.slots.index_copy_(0, slots, kv)
 
     def gather(self, blocks: torch.Tensor, block_size: int) -> torch.Tensor:
@@ -58,9 +63,9 @@ class LayerCache:
         return self._values(self.slots.narrow(0, start, length))
 
     def _values(self, rows: torch.Tensor) -> torch.Tensor:
-        if self.scale is None:
+        if self.scale is None or self.code is None:
             return rows
-        return rows.view(torch.float8_e4m3fn).float().mul_(self.scale)
+        return rows.view(self.code).float().mul_(self.scale)
 
 
 def inverse_frequencies(kind: str, head_dim: int, theta: float, factor: float, low: float, high: float,

@@ -1,18 +1,20 @@
 """Rotary positions, the paged cache and causal attention, for every mixture of decoding and prefill in one call.
 
-A layer's cache is [blocks, 2 * kv_heads, block_size, head_dim], keys first, in float32 or e4m3 codes: the keys of one
-head in one block are one run of bytes, which the processor fetches ahead (as [slots, 2 * kv_heads, head_dim] a decoding
-step of eight sequences waited 36 us a unit for 2.3 us of work).
+A layer's cache is [blocks, 2 * kv_heads, block_size, head_dim], keys first, in float32, e4m3 or int8 codes: the keys
+of one head in one block are one run of bytes, which the processor fetches ahead (as [slots, 2 * kv_heads, head_dim] a
+decoding step of eight sequences waited 36 us a unit for 2.3 us of work).
 
 **Attention** works in units: one sequence, one kv head, up to ``ROWS`` new tokens. The query heads that share the kv
 head are rows of one matrix, so grouped queries read a key once. Per unit: scores of all keys block by block (``DOTS``),
 softmax of each row over the keys that it may see, then values block by block (``FLOAT``; a cache's values are a tile
-as they lie). A row's scores need head_dim and its sums the order of its blocks only. fp8 blocks become float32 numbers
-through a table of 256 before they are used; the two scales multiply scores and outputs.
+as they lie). A row's scores need head_dim and its sums the order of its blocks only. Blocks of codes become float32
+numbers through a table of 256 before they are used; a head's scale of its keys multiplies scores, that of its values
+outputs (``scales`` float32 [2 * kv_heads], keys first: ones for a float32 cache).
 """
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -20,8 +22,15 @@ from numba import njit
 
 from engines.kernels.cpu.native import micro
 from engines.kernels.cpu.native.ir import bits_of, floats, from_bits, octets, prefetch, words
-from engines.kernels.cpu.native.norms import SUMS, exp, to_e4m3
+from engines.kernels.cpu.native.norms import SUMS, exp, to_e4m3, to_int8
 from engines.kernels.cpu.native.tiles import over_rows, rows_float
+
+
+class Form(IntEnum):
+    """What an element of a cache is."""
+
+    FP8, FLOAT, INT8 = range(3)
+
 
 #: New tokens of a unit.
 ROWS = 16
@@ -40,17 +49,21 @@ def _e4m3_code(y: Any) -> Any:
 
 
 @njit(nogil=True, error_model="numpy")
-def _store(x: Any, slot: int, wide: bool, scale: float) -> None:
+def _store(x: Any, slot: int, form: int, scale: Any) -> None:
     """One head's numbers into its slot."""
     n = x.size
-    if wide:
+    if form == 1:
         out = floats(slot, n)
         for i in range(n):
             out[i] = x[i]
+    elif form == 0:
+        codes = octets(slot, n)
+        for i in range(n):
+            codes[i] = np.uint8(_e4m3_code(to_e4m3(x[i] / scale)))
     else:
         codes = octets(slot, n)
         for i in range(n):
-            codes[i] = np.uint8(_e4m3_code(to_e4m3(x[i] / np.float32(scale))))
+            codes[i] = np.uint8(np.int32(to_int8(x[i] / scale)) & np.int32(255))
 
 
 @njit(nogil=True, error_model="numpy")
@@ -65,10 +78,11 @@ def _rotate(x: Any, y: Any, cos: Any, sin: Any) -> None:
 
 @njit(nogil=True, error_model="numpy")
 def rope_kv(qkv: int, qkv_bytes: int, q: int, q_bytes: int, heads: int, kv_heads: int, dim: int, cos: int, sin: int,
-            positions: int, slots: int, cache: int, block_size: int, wide: bool, k_scale: float, v_scale: float,
-            tokens: int, rank: int, size: int) -> None:
+            positions: int, slots: int, cache: int, block_size: int, form: int, scales: int, tokens: int, rank: int,
+            size: int) -> None:
     """Rotate q (into ``q``) and k, store k and v; tokens rank, rank + size, ... of a step."""
-    element = 4 if wide else 1
+    element = 4 if form == 1 else 1
+    scale = floats(scales, 2 * kv_heads)
     for t in range(rank, tokens, size):
         position = words(positions, tokens)[t]
         block, offset = divmod(words(slots, tokens)[t], block_size)
@@ -82,9 +96,7 @@ def rope_kv(qkv: int, qkv_bytes: int, q: int, q_bytes: int, heads: int, kv_heads
                 where = slot + (head - heads) * block_size * dim * element
                 if head < heads + kv_heads:
                     _rotate(x, x, c, s)
-                    _store(x, where, wide, k_scale)
-                else:
-                    _store(x, where, wide, v_scale)
+                _store(x, where, form, scale[head - heads])
 
 
 @njit(nogil=True, error_model="numpy")
@@ -174,8 +186,8 @@ def _mix(scores: int, row_bytes: int, sums: int, matrix: int, dim: int, seen: in
 
 @njit(nogil=True, error_model="numpy")
 def attend_unit(q: int, q_bytes: int, out: int, out_bytes: int, rows: int, group: int, dim: int, before: int,
-                cache: int, kv_heads: int, head: int, wide: bool, k_scale: float, v_scale: float, table: int,
-                block_size: int, codes: int, scratch: int, longest: int) -> None:
+                cache: int, kv_heads: int, head: int, wide: bool, scales: int, table: int, block_size: int, codes: int,
+                scratch: int, longest: int) -> None:
     """One unit: ``rows`` new tokens after ``before`` seen ones; q and out point at the first token's first head.
 
     ``scratch``: q and sums [ROWS * group, dim] each, a block of [block_size + 1, dim], scores [ROWS * group, longest].
@@ -188,13 +200,13 @@ def attend_unit(q: int, q_bytes: int, out: int, out_bytes: int, rows: int, group
         floats(packed + t * group * dim * 4, group * dim)[:] = floats(q + t * q_bytes, group * dim)
     floats(sums, matrix * dim)[:] = 0.0
     _score(packed, scores, row_bytes, matrix, dim, seen, cache, heads, head, wide, table, block_size, codes, block)
-    scale = np.float32(k_scale) / np.sqrt(np.float32(dim))
+    scale = floats(scales, heads)[head] / np.sqrt(np.float32(dim))
     for r in range(matrix):
         visible = before + r // group + 1
         row = floats(scores + r * row_bytes, longest)
         total = _soften(row[:visible], scale)
         row[visible:seen] = 0.0
-        floats(packed, matrix)[r] = np.float32(v_scale) / total
+        floats(packed, matrix)[r] = floats(scales, heads)[kv_heads + head] / total
     _mix(scores, row_bytes, sums, matrix, dim, seen, cache, heads, kv_heads + head, wide, table, block_size, codes,
          block)
     for r in range(matrix):
@@ -207,8 +219,8 @@ def attend_unit(q: int, q_bytes: int, out: int, out_bytes: int, rows: int, group
 
 @njit(nogil=True, error_model="numpy")
 def attention(q: int, q_bytes: int, out: int, out_bytes: int, heads: int, kv_heads: int, dim: int, cache: int,
-              wide: bool, k_scale: float, v_scale: float, block_size: int, codes: int, sequences: int, news: int,
-              lengths: int, tables: int, table_width: int, scratch: int, longest: int, rank: int, size: int) -> None:
+              wide: bool, scales: int, block_size: int, codes: int, sequences: int, news: int, lengths: int,
+              tables: int, table_width: int, scratch: int, longest: int, rank: int, size: int) -> None:
     """All sequences of a step, one after the other in rows; units are dealt round to the team."""
     unit, start, group = 0, 0, heads // kv_heads
     for s in range(sequences):
@@ -220,7 +232,7 @@ def attention(q: int, q_bytes: int, out: int, out_bytes: int, heads: int, kv_hea
                     where = head * group * dim * 4
                     at = start + first
                     attend_unit(q + at * q_bytes + where, q_bytes, out + at * out_bytes + where, out_bytes, rows, group,
-                                dim, length - new + first, cache, kv_heads, head, wide, k_scale, v_scale,
+                                dim, length - new + first, cache, kv_heads, head, wide, scales,
                                 tables + s * table_width * 8, block_size, codes, scratch, longest)
                 unit += 1
         start += new

@@ -60,6 +60,14 @@ def to_e4m3(x: Any) -> Any:
     return np.float32(-448.0) if y < np.float32(-448.0) else y
 
 
+@njit(inline="always", error_model="numpy")
+def to_int8(x: Any) -> Any:
+    """The int8 code nearest to x, ties to even, in [-127, 127], as a float32 (NaN stays NaN)."""
+    y = nearest(x)
+    y = np.float32(127.0) if y > np.float32(127.0) else y
+    return np.float32(-127.0) if y < np.float32(-127.0) else y
+
+
 @njit(nogil=True, error_model="numpy", fastmath=SUMS)
 def _square_sum(x: Any) -> Any:
     total = np.float32(0.0)
@@ -100,10 +108,7 @@ def quantize_row(y: Any, coding: int, static: float, multiplier: int, codes: int
     if coding <= 2:
         whole = shorts(codes, n)
         for i in range(n):
-            code = nearest(y[i] / step)
-            code = np.float32(127.0) if code > np.float32(127.0) else code
-            code = np.float32(-127.0) if code < np.float32(-127.0) else code
-            whole[i] = np.int16(np.int32(code))
+            whole[i] = np.int16(np.int32(to_int8(y[i] / step)))
         if n % 2:
             shorts(codes, n + 1)[n] = 0
     else:

@@ -40,13 +40,13 @@ class Field(IntEnum):
     RESIDUAL, RESIDUAL_BYTES, SUM, SUM_BYTES = auto(), auto(), auto(), auto()
     N, WEIGHT, CODING, MULTIPLIER = auto(), auto(), auto(), auto()
     KIND, TILES, TILE_BYTES, COUNT, PITCH, GROUP_SCALES, SCALE, BIAS = (auto() for _ in range(8))
-    HEADS, KV_HEADS, DIM, CACHE, WIDE, COS, SIN = (auto() for _ in range(7))
+    HEADS, KV_HEADS, DIM, CACHE, FORM, KV_SCALES, COS, SIN = (auto() for _ in range(8))
 
 
 class Real(IntEnum):
     """Columns of the float64 table."""
 
-    EPS, STATIC_SCALE, K_SCALE, V_SCALE = range(4)
+    EPS, STATIC_SCALE = range(2)
 
 
 class Context(IntEnum):
@@ -90,10 +90,10 @@ def barrier(sync: int, size: int) -> None:
 
 (_CODE, _X, _X_BYTES, _X_SCALES, _OUT, _OUT_BYTES, _OUT_SCALES, _RESIDUAL, _RESIDUAL_BYTES, _SUM, _SUM_BYTES, _N,
  _WEIGHT, _CODING, _MULTIPLIER, _KIND, _TILES, _TILE_BYTES, _COUNT, _PITCH, _GROUP_SCALES, _SCALE, _BIAS, _HEADS,
- _KV_HEADS, _DIM, _CACHE, _WIDE, _COS, _SIN) = _plain(Field)
+ _KV_HEADS, _DIM, _CACHE, _FORM, _KV_SCALES, _COS, _SIN) = _plain(Field)
 (_ROWS, _TOKENS, _POSITIONS, _SLOTS, _WANTED, _WANTED_ROWS, _SEQUENCES, _NEWS, _LENGTHS, _TABLES, _TABLE_WIDTH,
  _BLOCK_SIZE, _CODES, _SCRATCH, _SCRATCH_BYTES, _LONGEST) = _plain(Context)
-_EPS, _STATIC, _K_SCALE, _V_SCALE = _plain(Real)
+_EPS, _STATIC = _plain(Real)
 
 
 @njit(nogil=True, error_model="numpy")
@@ -171,10 +171,10 @@ def _walk(rank: int, size: int, sync: int, first: int, last: int, ops: Any, real
         elif code == 6:
             rope_kv(op[_X], op[_X_BYTES], op[_OUT], op[_OUT_BYTES], op[_HEADS], op[_KV_HEADS], op[_DIM], op[_COS],
                     op[_SIN], context[_POSITIONS], context[_SLOTS], op[_CACHE], context[_BLOCK_SIZE],
-                    op[_WIDE] != 0, real[_K_SCALE], real[_V_SCALE], rows, rank, size)
+                    op[_FORM], op[_KV_SCALES], rows, rank, size)
         elif code == 7:
             attention(op[_X], op[_X_BYTES], op[_OUT], op[_OUT_BYTES], op[_HEADS], op[_KV_HEADS], op[_DIM], op[_CACHE],
-                      op[_WIDE] != 0, real[_K_SCALE], real[_V_SCALE], context[_BLOCK_SIZE], context[_CODES],
+                      op[_FORM] == 1, op[_KV_SCALES], context[_BLOCK_SIZE], context[_CODES],
                       context[_SEQUENCES], context[_NEWS], context[_LENGTHS], context[_TABLES], context[_TABLE_WIDTH],
                       scratch, context[_LONGEST], rank, size)
         elif code <= 1:
