@@ -25,7 +25,8 @@ from calib.dataset import CalibrationSet, pack_texts, refuse_overlap
 from calib.errors import CalibError
 from calib.formats.compressed_tensors import CompressedTensorsLayout
 from calib.formats.gguf import SOURCE_FILE
-from calib.formats.hf import read_json, write_shards
+from calib.formats.hf import write_shards
+from calib.formats.modelopt import ModeloptLayout
 from calib.layers import family_of
 from calib.model import check_finite, load_hf, resolve_model
 from calib.plan import CalibrationPlan, KvChoice, check_disk, make_plan
@@ -38,6 +39,7 @@ from calib.verify import verify_folder
 
 Inspect = Callable[[nn.Module], None]
 _CHOOSE_LENGTH = 256
+WRITERS = {"modelopt": ModeloptLayout(), "compressed-tensors": CompressedTensorsLayout()}
 
 
 class CoverageError(CalibError):
@@ -210,12 +212,8 @@ class _Stage:
             if self.inspect is not None:
                 self.inspect(model)
         self.report(Progress("export", 0, 1, "checkpoint"))
-        if self.plan.layout == "modelopt":
-            quantizer.export_unified(model, folder)
-            self._write_config(folder, read_json(folder / "config.json")["quantization_config"])
-        else:
-            CompressedTensorsLayout().write(folder, self._config(), outcome.schemes, self.plan.kv,
-                                            methods.canonical_tensors(model, self.plan, outcome.schemes))
+        WRITERS[self.plan.layout].write(folder, self._config(), outcome.schemes, self.plan.kv,
+                                        methods.canonical_tensors(model, self.plan, outcome.schemes))
         return outcome
 
     def _find_scales(self, methods: Any, model: nn.Module) -> _Outcome:

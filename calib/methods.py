@@ -6,6 +6,7 @@ A method leaves the model fake-quantized exactly as it will be written, so that 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import cast
 
 import torch
@@ -146,17 +147,40 @@ def _round_unquantized(model: nn.Module, schemes: dict[str, Scheme]) -> None:
 
 def canonical_tensors(model: nn.Module, plan: CalibrationPlan, schemes: dict[str, Scheme]
                       ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The canonical stream of a fake-quantized model in memory; a tied head is left out."""
-    for name, parameter in sorted(model.named_parameters(), key=lambda item: natural_key(item[0])):
+    """The canonical stream of a fake-quantized model in memory, in natural order of names; a tied head is left out."""
+    found: dict[str, Callable[[], torch.Tensor]] = {}
+    for name, parameter in model.named_parameters():
         module = name.removesuffix(".weight")
-        if module not in schemes:
-            yield name, parameter.detach().to(torch.bfloat16)
-            continue
-        scheme = schemes[module]
-        scale = quantizer.weight_scale(model, module, scheme.weight)
-        yield name, quantize_weight(scheme.weight, parameter.detach(), scale)
-        yield f"{module}.weight_scale", scale
-        if scheme.activation is not None and not scheme.activation.dynamic:
-            yield f"{module}.input_scale", quantizer.input_scale(model, module, scheme.activation)
+        if module in schemes:
+            found |= _module_tensors(model, module, schemes[module])
+        else:
+            found[name] = partial(_in_bf16, parameter)
     if plan.kv.quantized:
-        yield from quantizer.kv_scales(model, plan.attentions, plan.kv)
+        found |= {name: partial(_same, scale) for name, scale in quantizer.kv_scales(model, plan.attentions, plan.kv)}
+    for name in sorted(found, key=natural_key):
+        yield name, found[name]()
+
+
+def _in_bf16(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.detach().to(torch.bfloat16)
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def _module_tensors(model: nn.Module, module: str, scheme: Scheme) -> dict[str, Callable[[], torch.Tensor]]:
+    """Names of one quantized module's tensors, each with what computes it."""
+
+    def scale() -> torch.Tensor:
+        return quantizer.weight_scale(model, module, scheme.weight)
+
+    found: dict[str, Callable[[], torch.Tensor]] = {
+        f"{module}.weight": lambda: quantize_weight(scheme.weight, _weight(model, module), scale()),
+        f"{module}.weight_scale": scale}
+    if scheme.pre_quant_scale:
+        found[f"{module}.pre_quant_scale"] = partial(quantizer.pre_quant_scale, model, module)
+    activation = scheme.activation
+    if activation is not None and not activation.dynamic:
+        found[f"{module}.input_scale"] = partial(quantizer.input_scale, model, module, activation)
+    return found

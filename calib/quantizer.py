@@ -1,12 +1,13 @@
-"""The one door to modelopt: fake quantization in memory, and its unified export.
+"""The one door to modelopt: fake quantization in memory, its statistics and searches.
 
 modelopt puts a ``TensorQuantizer`` before every linear's weight and input (and around attention's keys and values). A
 calibration pass collects amax = the largest magnitude seen; afterwards each quantizer rounds to its grid and back in
 full precision (*fake quantization*), which gives the numbers that a real engine computes with codes.
 
-What differs between memory and the exported file is removed here, before anybody looks at the model: the export rounds
-weights, norms and pre_quant_scales to bf16 and lets readers of one input share a pre_quant_scale; ``settle`` does the
-same in memory, so that the file is the model that was inspected.
+What differs between memory and the written file is removed here, before anybody looks at the model: a checkpoint holds
+norms and pre_quant_scales in bf16 and lets readers of one input share a pre_quant_scale, folded into the norm before
+them; ``settle`` does the same in memory, so that the file is the model that was inspected. (modelopt's own exporter is
+not used: it wants the whole model at once, and rounds twice; the layout it writes is ``formats/modelopt``.)
 """
 
 from __future__ import annotations
@@ -14,18 +15,15 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from calib.errors import CalibError
-from calib.formats.hf import INDEX, Shards, without_progress_bars, write_shards
 from calib.layers import scale_shape
 from calib.progress import Progress, Report
 from calib.quantizer_config import activation_attributes, quantizer_config
@@ -34,7 +32,6 @@ from calib.scheme import CODE_MAX, Grid, Scheme
 with warnings.catch_warnings():  # it warns of every transformers version that it was not released with
     warnings.simplefilter("ignore")
     import modelopt.torch.quantization as mtq
-    from modelopt.torch.export import export_hf_checkpoint
     from modelopt.torch.export.unified_export_hf import requantize_resmooth_fused_llm_layers
     from modelopt.torch.quantization.config import QuantizerAttributeConfig
     from modelopt.torch.quantization.nn import TensorQuantizer
@@ -219,8 +216,8 @@ def settle(model: nn.Module, schemes: Mapping[str, Scheme]) -> None:
 def project_weights(model: nn.Module, schemes: Mapping[str, Scheme]) -> None:
     """Replace each weight by its rounded value, its scale kept.
 
-    The export divides bf16 weights in bf16 and rounds twice: on unprojected weights a few codes come out one step off.
-    A value that already lies on its grid finds its code again whatever the precision of the division.
+    A value that already lies on its grid finds its code again whatever the precision of the division, so that what is
+    written, and whatever reads it, agrees with memory.
     """
     with quiet(), torch.inference_mode():
         for module in schemes:
@@ -285,21 +282,10 @@ def input_scale(model: nn.Module, module: str, grid: Grid) -> torch.Tensor:
     return (input_amax(model, module).float() / CODE_MAX[grid.dtype]).reshape(())
 
 
-def export_unified(model: nn.Module, folder: Path) -> None:
-    """modelopt's unified Hugging Face export. The model is used up: its weights become codes.
-
-    A float32 model's norms and embeddings are exported in float32 whatever ``dtype`` says (modelopt 0.47); they are
-    rewritten in bf16, which is exact after ``settle`` and its kin.
-    """
-    raw = folder / "export"
-    with quiet(), torch.inference_mode(), without_progress_bars():
-        export_hf_checkpoint(model, dtype=torch.bfloat16, export_dir=raw)
-    shards = Shards(raw)
-    halved = (".weight", ".bias", ".pre_quant_scale")
-    write_shards(folder, ((name, shards.load(name).to(torch.bfloat16)
-                           if shards[name].dtype == "F32" and name.endswith(halved) else shards.load(name))
-                          for name in shards))
-    for path in raw.glob("*.json"):
-        if path.name != INDEX:
-            path.rename(folder / path.name)
-    shutil.rmtree(raw)
+def pre_quant_scale(model: nn.Module, module: str) -> torch.Tensor:
+    """f32 [in] that multiplies a module's input: what no norm could take. CalibError where a plan expected one."""
+    found = _quantizer(model, f"{module}.input_quantizer").pre_quant_scale
+    if found is None:
+        raise CalibError(f"{module} was planned with a pre_quant_scale and has none",
+                         "This version of modelopt folds its scales differently.")
+    return found.detach().float().flatten()

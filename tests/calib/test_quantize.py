@@ -18,6 +18,7 @@ from calib.checkpoint import QuantizedCheckpoint
 from calib.dataset import CalibrationSet, CalibrationTextError
 from calib.errors import CalibError
 from calib.formats.hf import write_shards
+from calib.formats.modelopt import ModeloptLayout
 from calib.model import load_hf, load_model
 from calib.plan import make_plan
 from calib.quantizer import CalibrationDataError
@@ -269,7 +270,6 @@ def test_token_salad_is_refused_before_it_is_written(model_folder, calibration, 
 
 
 def test_coverage_that_differs_from_the_plan_is_refused(model_folder, calibration, tmp_path, monkeypatch):
-    from calib import quantizer
     run_max = methods.run_max
 
     def forgetful(model, plan, schemes, *args):
@@ -278,16 +278,16 @@ def test_coverage_that_differs_from_the_plan_is_refused(model_folder, calibratio
     monkeypatch.setattr(methods, "run_max", forgetful)
     failing(model_folder, calibration, tmp_path / "out", error=CoverageError, match=r"layers\.0\.mlp\.up_proj")
     monkeypatch.setattr(methods, "run_max", run_max)
-    export = quantizer.export_unified
+    write = ModeloptLayout.write
 
-    def corrupting(model, folder):
-        export(model, folder)
+    def corrupting(self, folder, *args):
+        write(self, folder, *args)
         path = folder / "model.safetensors"
         tensors = load_file(path)
         tensors["model.layers.1.mlp.down_proj.input_scale"].zero_()
         from safetensors.torch import save_file
         save_file(tensors, path)
-    monkeypatch.setattr(quantizer, "export_unified", corrupting)
+    monkeypatch.setattr(ModeloptLayout, "write", corrupting)
     failing(model_folder, calibration, tmp_path / "out", error=CoverageError, match=r"down_proj\.input_scale")
 
 
