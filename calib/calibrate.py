@@ -226,14 +226,12 @@ class _Stage:
             schemes = {name: scheme for name, scheme in schemes.items()
                        if not any(name.startswith(f"{family.layers}.{layer}.") for layer in layers)}
             record["protected_layers"] = layers
-        if recipe.method == "awq_lite":
-            methods.run_awq(model, plan, schemes, batches, self.report, family)
-        elif recipe.method == "smooth":
+        if recipe.method == "smooth":
             choose = self._choose_tokens() if len(recipe.alphas) > 1 else batches[0]
             record["alpha"] = methods.run_smooth(model, plan, schemes, batches, self.report, family=family,
                                                  source=self.source.shards, choose=choose, measure=self.memory)
         else:
-            methods.run_max(model, plan, schemes, batches, self.report)
+            methods.find_scales(model, plan, schemes, batches, self.report, family)
         return _Outcome(schemes, record)
 
     def _choose_tokens(self) -> torch.Tensor:

@@ -21,7 +21,7 @@ from calib.layers import Family, natural_key
 from calib.plan import CalibrationPlan
 from calib.progress import Progress, Report, silent
 from calib.scheme import BF16, Scheme
-from calib.smoothing import fold, restore
+from calib.smoother import Smoother, round_unquantized
 
 #: Remembers a measured loss by name, or measures it: what makes a killed run go on where it was.
 Measure = Callable[[str, Callable[[], float]], float]
@@ -39,12 +39,25 @@ def mean_nll(model: nn.Module, tokens: torch.Tensor) -> float:
     return total / count
 
 
+def find_scales(model: nn.Module, plan: CalibrationPlan, schemes: dict[str, Scheme], batches: Sequence[torch.Tensor],
+                report: Report, family: Family) -> None:
+    """The methods whose scales for a layer follow from that layer and its inputs alone (all but ``smooth``).
+
+    ``model`` is the whole model, or one layer of it under its own name: each pass over ``batches`` then reads what the
+    same pass gave in the layer before (``calib/layerwise.py``).
+    """
+    if plan.recipe.method == "awq_lite":
+        run_awq(model, plan, schemes, batches, report, family)
+    else:
+        run_max(model, plan, schemes, batches, report)
+
+
 def run_max(model: nn.Module, plan: CalibrationPlan, schemes: dict[str, Scheme], batches: Sequence[torch.Tensor],
             report: Report) -> None:
     """Scale = largest magnitude seen. Also the way to an fp8 KV cache beside bf16 weights."""
     quantizer.attach(model, schemes, plan.attentions, plan.kv, batches, report)
     quantizer.check_scales(model, schemes, plan.attentions, plan.kv)
-    _round_unquantized(model, schemes)
+    round_unquantized(model, schemes)
     quantizer.project_weights(model, schemes)
 
 
@@ -83,22 +96,12 @@ def run_smooth(model: nn.Module, plan: CalibrationPlan, schemes: dict[str, Schem
 
     Returns the chosen alpha. Equal losses go to the weaker smoothing.
     """
-    quantizer.attach(model, schemes, plan.attentions, plan.kv, batches, report, channel_statistics=True)
-    amax = {module: quantizer.input_amax(model, module) for module in schemes}
-    quantizer.check_inputs(amax)
-    quantizer.set_activations(model, schemes)
-    kv = quantizer.kv_quantizers(plan.attentions) if plan.kv.quantized else []
-
-    def apply(alpha: float) -> None:
-        restore(model, family, source)
-        fold(model, family, amax, alpha)
-        _round_unquantized(model, schemes)
-        quantizer.recalibrate_weights(model, schemes)
-        quantizer.project_weights(model, schemes)
+    smoother = Smoother(model, plan, schemes, family, source)
+    smoother.collect(batches, report)
 
     def loss(alpha: float) -> float:
-        apply(alpha)
-        with quantizer.disabled(model, [*kv, *quantizer.weight_quantizers(schemes)]):
+        smoother.apply(alpha)
+        with smoother.measured():
             return mean_nll(model, choose)
 
     alphas = sorted(plan.recipe.alphas)
@@ -107,11 +110,8 @@ def run_smooth(model: nn.Module, plan: CalibrationPlan, schemes: dict[str, Schem
         report(Progress("choose smoothing", index, len(alphas), "strength"))
         losses[alpha] = measure(f"alpha {alpha:g}", lambda alpha=alpha: loss(alpha))  # type: ignore[misc]
     best = min(alphas, key=lambda alpha: losses.get(alpha, 0.0))
-    apply(best)
-    if kv:
-        with quantizer.disabled(model, quantizer.weight_quantizers(schemes)):
-            quantizer.calibrate_kv(model, plan.attentions, batches, report)
-    quantizer.check_scales(model, schemes, plan.attentions, plan.kv)
+    smoother.apply(best)
+    smoother.finish(batches, report)
     return best
 
 
@@ -135,14 +135,6 @@ def choose_protected(model: nn.Module, plan: CalibrationPlan, family: Family, ch
 
         losses.append((measure(f"protect layer {layer}", loss), layer))
     return sorted(layer for _, layer in sorted(losses)[:plan.recipe.protect])
-
-
-def _round_unquantized(model: nn.Module, schemes: dict[str, Scheme]) -> None:
-    """What is written as bf16 is bf16 in memory too."""
-    with torch.inference_mode():
-        for name, parameter in model.named_parameters():
-            if name.removesuffix(".weight") not in schemes:
-                parameter.copy_(parameter.to(torch.bfloat16))
 
 
 def canonical_tensors(model: nn.Module, plan: CalibrationPlan, schemes: dict[str, Scheme]

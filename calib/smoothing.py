@@ -26,63 +26,76 @@ _TINY, _LIMIT = 1e-5, 1e4
 
 def smoothing_factors(activation: torch.Tensor, weight: torch.Tensor, alpha: float) -> torch.Tensor:
     """s [in] from amax of the activation and of the readers' columns, centred so that its extremes are reciprocal."""
-    factors = activation.clamp(min=_TINY) ** alpha / weight.clamp(min=_TINY) ** (1 - alpha)
+    return centred(activation.clamp(min=_TINY) ** alpha / weight.clamp(min=_TINY) ** (1 - alpha))
+
+
+def centred(factors: torch.Tensor) -> torch.Tensor:
+    """Factors whose largest and smallest are reciprocal, within bounds."""
     return (factors / (factors.max() * factors.min()).sqrt()).clamp(1 / _LIMIT, _LIMIT)
 
 
-def fold(model: nn.Module, family: Family, amax: Mapping[str, torch.Tensor], alpha: float) -> None:
-    """Fold strength ``alpha``, in place, into every pair whose readers are all in ``amax`` (module -> amax [in])."""
+def fold(model: nn.Module, family: Family, amax: Mapping[str, torch.Tensor], alpha: float) -> dict[str, torch.Tensor]:
+    """Fold strength ``alpha``, in place, into every pair whose readers are all in ``amax`` (module -> amax [in]).
+
+    Returns module -> s [in] of every reader that was scaled: its input is now divided by s.
+    """
+    folded: dict[str, torch.Tensor] = {}
     if alpha == 0.0:
-        return
+        return folded
     layers = cast(nn.ModuleList, model.get_submodule(family.layers))
     with torch.inference_mode():
-        for index, layer in enumerate(layers):
+        for index, layer in layers.named_children():
             for pair in family.smoothings:
                 names = [f"{family.layers}.{index}.{reader}" for reader in pair.readers]
                 if all(name in amax for name in names):
                     seen = torch.stack([amax[name] for name in names]).amax(0)
-                    _fold_pair(layer, pair, seen, alpha)
+                    folded |= dict.fromkeys(names, _fold_pair(layer, pair, seen, alpha))
+    return folded
 
 
 def _weight(layer: nn.Module, name: str) -> torch.Tensor:
     return cast(torch.Tensor, layer.get_submodule(name).weight)
 
 
-def _fold_pair(layer: nn.Module, pair: Smoothing, seen: torch.Tensor, alpha: float) -> None:
+def _fold_pair(layer: nn.Module, pair: Smoothing, seen: torch.Tensor, alpha: float) -> torch.Tensor:
     readers = [_weight(layer, reader) for reader in pair.readers]
     columns = torch.stack([reader.abs().amax(0) for reader in readers]).amax(0)
+    seen, spread = shared_by_heads(layer, pair, seen)
+    columns, _ = shared_by_heads(layer, pair, columns)
+    factors = divide_source(layer, pair, smoothing_factors(seen, columns, alpha))[spread]
+    for reader in readers:
+        reader.mul_(factors)
+    return factors
+
+
+def divide_source(layer: nn.Module, pair: Smoothing, factors: torch.Tensor) -> torch.Tensor:
+    """Divide the outputs of a pair's source by ``factors`` [source rows], in place. Returns the factors that came of it.
+
+    A norm's weight is stored in bf16: what its rounding leaves is the effective factor.
+    """
     source = _weight(layer, pair.source)
     if pair.kind == "norm":
-        factors = smoothing_factors(seen, columns, alpha)
         scaled = (source / factors).to(torch.bfloat16).to(source.dtype)
         factors = torch.where(scaled != 0, source / scaled, torch.ones_like(scaled))
         source.copy_(torch.where(scaled != 0, scaled, source))
-    else:
-        seen, columns, spread = _shared(layer, pair, seen, columns)
-        factors = smoothing_factors(seen, columns, alpha)
-        source.div_(factors[:, None])
-        bias = getattr(layer.get_submodule(pair.source), "bias", None)
-        if bias is not None:
-            bias.div_(factors)
-        factors = factors[spread]
-    for reader in readers:
-        reader.mul_(factors)
+        return factors
+    source.div_(factors[:, None])
+    bias = getattr(layer.get_submodule(pair.source), "bias", None)
+    if bias is not None:
+        bias.div_(factors)
+    return factors
 
 
-def _shared(layer: nn.Module, pair: Smoothing, seen: torch.Tensor, columns: torch.Tensor
-            ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Statistics per source row, and for each reader column the source row that feeds it."""
+def shared_by_heads(layer: nn.Module, pair: Smoothing, seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """A statistic [in] per source row (the largest over the heads that share it), and each reader column's source row.
+    """
     rows = _weight(layer, pair.source).shape[0]
-    if pair.kind == "rows" or seen.numel() == rows:
-        return seen, columns, torch.arange(rows)
+    if pair.kind != "heads" or seen.numel() == rows:
+        return seen, torch.arange(seen.numel())
     head_dim = int(layer.get_submodule(pair.source.rpartition(".")[0]).head_dim)  # type: ignore[arg-type]
     kv_heads, repeats = rows // head_dim, seen.numel() // rows
     spread = torch.arange(rows).view(kv_heads, 1, head_dim).expand(-1, repeats, -1).flatten()
-
-    def over_heads(values: torch.Tensor) -> torch.Tensor:
-        return values.view(kv_heads, repeats, head_dim).amax(1).flatten()
-
-    return over_heads(seen), over_heads(columns), spread
+    return seen.view(kv_heads, repeats, head_dim).amax(1).flatten(), spread
 
 
 def restore(model: nn.Module, family: Family, shards: Shards) -> None:
