@@ -13,7 +13,9 @@ import pytest
 ROOT = Path(__file__).parent.parent
 ROOMS = ("calib", "engines", "evals", "toolkit", "ui")
 #: Foreign weight stands behind one door each.
-DOORS = {"modelopt": {"calib/quantizer.py"}, "lm_eval": {"evals/accuracy.py"}, "streamlit": {"ui/"}}
+DOORS = {"modelopt": {"calib/quantizer.py"}, "lm_eval": {"evals/accuracy.py"}, "streamlit": {"ui/"},
+         "fastapi": {"toolkit/serve/app.py"}, "uvicorn": {"toolkit/serve/server.py"},
+         "llguidance": {"engines/runtime/grammar.py"}}
 
 
 def modules():

@@ -8,5 +8,6 @@
     gate       Host, API key, sizes: what is checked before anything is parsed
     chat tools text   from messages to token ids, and from tokens to what is answered
     openai kserve   the two protocols
-    metrics app server   Prometheus figures, the routes, and a stop that drains
+    routes app kserve_routes   where each request goes
+    metrics server   Prometheus figures, and a stop that drains
 """

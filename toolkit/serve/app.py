@@ -1,23 +1,31 @@
-"""The routes. Each reads its body within the caps, has it checked, and answers while its client is there."""
+"""The application and OpenAI's routes. Each reads its body within the caps, has it checked, and answers while its
+client is there."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
-from starlette.types import Scope
 
-from toolkit.serve import kserve, tensors
-from toolkit.serve.answers import EventStream, Json, error_answer, while_there
+from toolkit.serve import kserve
+from toolkit.serve.answers import Json, error_answer
 from toolkit.serve.faults import ApiError, bad
-from toolkit.serve.gate import load_json, read_body
+from toolkit.serve.kserve_routes import KserveRoutes
 from toolkit.serve.metrics import CONTENT_TYPE
 from toolkit.serve.openai import Chat, Completions
-from toolkit.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, validated
+from toolkit.serve.protocol import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Sampled,
+    TokenizeRequest,
+    validated,
+)
+from toolkit.serve.routes import Cut, answered, body_of, caller_of, route_of, streamed
 from toolkit.serve.service import Service
 from toolkit.version import __version__ as VERSION  # noqa: N812
 
@@ -33,16 +41,18 @@ NOT_SERVED = {
     "/v2/cudasharedmemory/status": "tensors travel in the request; there is no shared memory",
     "/v2/trace/setting": "there is no tracing", "/v2/logging": "the log's level is set at start",
     "/v2/models/stats": "figures are at /metrics"}
-Cut = Callable[[Scope], None]
+Asked = TypeVar("Asked", bound=Sampled)
+Admit = Callable[[Service, Asked, str], Awaitable[Completions | Chat]]
 
 
 def make_app(service: Service, cut: Cut) -> FastAPI:
-    """The application of one served engine. ``cut`` ends a connection whose client takes nothing."""
+    """The application of one served engine."""
     app = FastAPI(title="toolkit serve", version=VERSION, docs_url=None, redoc_url=None, openapi_url=None)
     _status_routes(app, service)
     _openai_routes(app, service, cut)
     _text_routes(app, service)
-    _kserve_routes(app, service, cut)
+    for path, method, handler in KserveRoutes(service, cut).all():
+        app.add_api_route(path, handler, methods=[method])
     for path, why in NOT_SERVED.items():
         app.add_api_route(path, _refuser(why), methods=["GET", "POST"])
     _error_handlers(app, service)
@@ -63,7 +73,7 @@ def _error_handlers(app: FastAPI, service: Service) -> None:
 
     @app.exception_handler(ApiError)
     async def known(request: Request, error: ApiError) -> Response:
-        service.metrics.answers.labels(_route(request), error.status).inc()
+        service.metrics.answers.labels(route_of(request), error.status).inc()
         return shaped(request, error)
 
     @app.exception_handler(HTTPException)
@@ -75,10 +85,6 @@ def _error_handlers(app: FastAPI, service: Service) -> None:
     @app.exception_handler(Exception)
     async def unforeseen(request: Request, error: Exception) -> Response:  # (its traceback is logged by the server)
         return shaped(request, ApiError(500, "the server failed; its log says how", code="internal"))
-
-
-def _route(request: Request) -> str:
-    return getattr(request.scope.get("route"), "path", "none")
 
 
 def _status_routes(app: FastAPI, service: Service) -> None:
@@ -127,50 +133,25 @@ def _status_routes(app: FastAPI, service: Service) -> None:
 
 
 def _openai_routes(app: FastAPI, service: Service, cut: Cut) -> None:
-    async def run(request: Request, work: Any, streamed: bool) -> Response:
-        """``work`` is an admitted request: as one document, or as a stream that ends in [DONE]."""
-        if not streamed:
-            return Json(await work.whole())
-        return await _streamed(service, work.pieces(), "[DONE]", cut)
+    async def generation(request: Request, record: type[Asked], admit: Admit[Asked]) -> Response:
+        """One document, or a stream that ends in [DONE]."""
+        body = await body_of(request, service)
+
+        async def work() -> Response:
+            asked = validated(record, body, strict=True)
+            admitted = await admit(service, asked, caller_of(request))
+            if not asked.stream:
+                return Json(await admitted.whole())
+            return await streamed(service, admitted.pieces(), "[DONE]", cut)
+        return await answered(request, service, work())
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
-        body = await _body(request, service)
-
-        async def work() -> Response:
-            asked = validated(CompletionRequest, body, strict=True)
-            return await run(request, await Completions.admit(service, asked, _caller(request)), asked.stream)
-        return await _answered(request, service, work())
+        return await generation(request, CompletionRequest, Completions.admit)
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        body = await _body(request, service)
-
-        async def work() -> Response:
-            asked = validated(ChatRequest, body, strict=True)
-            return await run(request, await Chat.admit(service, asked, _caller(request)), asked.stream)
-        return await _answered(request, service, work())
-
-
-async def _body(request: Request, service: Service) -> Any:
-    return load_json(await read_body(request, service.options), service.options)
-
-
-def _caller(request: Request) -> str:
-    return request.scope["state"]["caller"]
-
-
-async def _answered(request: Request, service: Service, work: Coroutine[Any, Any, Response]) -> Response:
-    response = await while_there(request, work, service.metrics.dropped.inc)
-    service.metrics.answers.labels(_route(request), response.status_code).inc()
-    return response
-
-
-async def _streamed(service: Service, pieces: AsyncGenerator[str, None], end: str | None, cut: Cut) -> Response:
-    """A stream that has begun: what the engine refuses is still an answer with its own status."""
-    first = await anext(pieces)
-    return EventStream(first, pieces, end=end, write_timeout_s=service.options.write_timeout_s, cut=cut,
-                       gone=service.metrics.dropped.inc)
+        return await generation(request, ChatRequest, Chat.admit)
 
 
 def _text_routes(app: FastAPI, service: Service) -> None:
@@ -178,7 +159,7 @@ def _text_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/tokenize")
     async def tokenize(request: Request) -> Response:
-        asked = validated(TokenizeRequest, await _body(request, service), strict=True)
+        asked = validated(TokenizeRequest, await body_of(request, service), strict=True)
         if (asked.prompt is None) == (asked.messages is None):
             raise bad("give prompt or messages", "prompt")
         ids = (await texts.ids(asked.prompt, bos=asked.add_special_tokens) if asked.prompt is not None
@@ -187,86 +168,7 @@ def _text_routes(app: FastAPI, service: Service) -> None:
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
-        asked = validated(DetokenizeRequest, await _body(request, service), strict=True)
+        asked = validated(DetokenizeRequest, await body_of(request, service), strict=True)
         if strange := next((index for index in asked.tokens if index >= texts.tokenizer.vocab_size), None):
             raise bad(f"token id {strange} is outside the vocabulary of {texts.tokenizer.vocab_size}", "tokens")
         return Json({"prompt": await asyncio.to_thread(texts.tokenizer.decode, asked.tokens, skip_special=False)})
-
-
-def _kserve_routes(app: FastAPI, service: Service, cut: Cut) -> None:
-    def checked(name: str, version: str) -> str:
-        if name != service.options.model or version != tensors.VERSION:
-            raise ApiError(404, f"model {name[:200]!r} version {version[:20]!r} is not served here; this is "
-                                f"{service.options.model!r} version {tensors.VERSION}")
-        return name
-
-    def both(path: str, method: str, handler: Callable[..., Coroutine[Any, Any, Response]]) -> None:
-        for prefix in ("/v2/models/{name}", "/v2/models/{name}/versions/{version}"):
-            app.add_api_route(prefix + path, handler, methods=[method])
-
-    @app.get("/v2")
-    async def server() -> Response:
-        return Json({"name": "toolkit", "version": VERSION, "extensions": kserve.EXTENSIONS})
-
-    @app.post("/v2/repository/index")
-    async def index() -> Response:
-        return Json([{"name": service.options.model, "version": tensors.VERSION,
-                      "state": "READY" if service.trouble is None else "UNAVAILABLE", "reason": service.trouble or ""}])
-
-    async def metadata(name: str, version: str = tensors.VERSION) -> Response:
-        return Json(kserve.metadata(checked(name, version)))
-
-    async def ready(name: str, version: str = tensors.VERSION) -> Response:
-        checked(name, version)
-        return Json({"ready": service.trouble is None}, 200 if service.trouble is None else 503)
-
-    async def config(name: str, version: str = tensors.VERSION) -> Response:
-        return Json(kserve.configuration(checked(name, version)))
-
-    async def infer(request: Request, name: str, version: str = tensors.VERSION) -> Response:
-        checked(name, version)
-        body, header = await read_body(request, service.options), request.headers.get("inference-header-content-length")
-        if header is not None and not header.isdigit():
-            raise bad(f"Inference-Header-Content-Length is {header[:40]!r}")
-
-        async def work() -> Response:
-            asked = tensors.parse(body, None if header is None else int(header),
-                                  lambda data: load_json(data, service.options))
-            found = await (await kserve.Inference.admit(service, asked.values, _caller(request))).tensors()
-            data, end = tensors.answer(name, asked, found)
-            if end is None:
-                return Response(data, media_type="application/json")
-            return Response(data, media_type="application/octet-stream",
-                            headers={"Inference-Header-Content-Length": str(end)})
-        return await _answered(request, service, work())
-
-    async def inference(request: Request) -> kserve.Inference:
-        body = await _body(request, service)
-        if not isinstance(body, dict) or not isinstance(body.get("parameters", {}), dict):
-            raise bad("the request is not an object of inputs and parameters")
-        values = {key: value for key, value in body.items() if key not in ("parameters", "id")}
-        values |= body.get("parameters", {})
-        tensors.known(values, tensors.INPUTS, "input")
-        return await kserve.Inference.admit(service, values, _caller(request))
-
-    async def generate(request: Request, name: str, version: str = tensors.VERSION) -> Response:
-        checked(name, version)
-        asked = await inference(request)
-
-        async def work() -> Response:
-            found = {key: value[0] if len(value) == 1 else value for key, value in (await asked.tensors()).items()}
-            return Json({"model_name": name, "model_version": version, **found})
-        return await _answered(request, service, work())
-
-    async def generate_stream(request: Request, name: str, version: str = tensors.VERSION) -> Response:
-        checked(name, version)
-        asked = await inference(request)
-
-        async def work() -> Response:
-            return await _streamed(service, asked.pieces(name), None, cut)
-        return await _answered(request, service, work())
-
-    for path, method, handler in (("", "GET", metadata), ("/ready", "GET", ready), ("/config", "GET", config),
-                                  ("/infer", "POST", infer), ("/generate", "POST", generate),
-                                  ("/generate_stream", "POST", generate_stream)):
-        both(path, method, handler)
