@@ -23,23 +23,31 @@ from calib.artifact import ArtifactWriter, canonical_json, installed_versions, s
 from calib.checkpoint import FORMAT, KIND, QuantizedCheckpoint
 from calib.dataset import CalibrationSet, pack_texts, refuse_overlap
 from calib.errors import CalibError
+from calib.formats.awq import AwqLayout
 from calib.formats.compressed_tensors import CompressedTensorsLayout
 from calib.formats.gguf import SOURCE_FILE
+from calib.formats.gptq import GptqLayout
 from calib.formats.hf import write_shards
 from calib.formats.modelopt import ModeloptLayout
+from calib.layer_store import LayerStore
+from calib.layer_work import LayerWork
+from calib.hardware import check_hardware
+from calib.head import HEAD, quantize_head, with_head
 from calib.layers import family_of
 from calib.model import check_finite, load_hf, resolve_model
 from calib.plan import CalibrationPlan, KvChoice, check_disk, make_plan
 from calib.progress import Progress, Report, silent
 from calib.recipe import Recipe
-from calib.sanity import check_after, observe
+from calib.sanity import Before, check_after, observe
 from calib.scheme import Scheme
+from calib.solve import run_solved
 from calib.text import Tokenizer
 from calib.verify import verify_folder
 
 Inspect = Callable[[nn.Module], None]
 _CHOOSE_LENGTH = 256
-WRITERS = {"modelopt": ModeloptLayout(), "compressed-tensors": CompressedTensorsLayout()}
+WRITERS: dict[str, Any] = {"modelopt": ModeloptLayout(), "compressed-tensors": CompressedTensorsLayout(),
+                           "awq": AwqLayout(), "gptq": GptqLayout()}
 
 
 class CoverageError(CalibError):
@@ -81,7 +89,7 @@ class _Outcome:
 def quantize(model: str | Path, recipe: Recipe, out: Path, *, kv_cache: KvChoice = "bf16",
              calibration: CalibrationSet, choose_texts: Sequence[str] = (), report: Report = silent,
              inspect: Inspect | None = None, resume: bool = True, seed: int = 0, offline: bool = False,
-             measured: Path | None = None) -> QuantizedCheckpoint:
+             measured: Path | None = None, layerwise: str = "off") -> QuantizedCheckpoint:
     """Calibrate ``model`` by ``recipe`` and write a validated checkpoint to ``out`` (which must not exist).
 
     ``choose_texts`` are for measured choices (smoothing strength, protected layers) and must overlap neither
@@ -89,11 +97,12 @@ def quantize(model: str | Path, recipe: Recipe, out: Path, *, kv_cache: KvChoice
     what was written. Losses of candidates are kept until the checkpoint is whole, or, in the folder ``measured``, for
     every later call that would measure the same (a KV cache on another grid is no difference: it is off while choices
     are made). ``resume`` False forgets what an earlier, killed run measured. ``seed`` picks the calibration rows
-    where the set has more than the recipe uses. The same inputs on the same kind of
+    where the set has more than the recipe uses, added to the recipe's own. The same inputs on the same kind of
     machine give the same digest. Errors: those of ``make_plan``, CalibrationDataError, SanityError, CoverageError,
     DiskSpaceError, ArtifactError; each names the module or file.
     """
     started = time.monotonic()
+    check_hardware(recipe)
     plan = make_plan(model, recipe, kv_cache, out=Path(out), length=calibration.tokens.shape[1], offline=offline)
     check_disk(plan)
     folder = resolve_model(model, offline=offline)
@@ -107,8 +116,9 @@ def quantize(model: str | Path, recipe: Recipe, out: Path, *, kv_cache: KvChoice
         memory = _Memory(work / "losses.json" if measured is None else measured / f"{key[:16]}.json", key)
         if resume:
             memory.load()
-        batches = calibration.batches(recipe.rows, seed)
-        stage = _Stage(plan, source, tokenizer, batches, tuple(choose_texts), report, inspect, memory)
+        batches = calibration.batches(recipe.rows, recipe.seed + seed)
+        stage = _Stage(plan, source, tokenizer, batches, tuple(choose_texts), report, inspect, memory, work,
+                       f"{key} {plan.kv}", layerwise == "on")
         outcome = stage.run(writer.folder)
         writer.record = _record(plan, source, calibration, outcome, seed)
         outcome.evidence |= {"seconds": round(time.monotonic() - started, 2), "model": str(model),
@@ -158,11 +168,20 @@ class _Stage:
     report: Report
     inspect: Inspect | None
     memory: _Memory
+    work: Path
+    key: str
+    layerwise: bool
 
     def run(self, folder: Path) -> _Outcome:
         """Fill ``folder`` with the checkpoint's files."""
         plain = self.plan.recipe.method == "none" and not self.plan.kv.quantized
-        outcome = self._unchanged(folder) if plain else self._calibrated(folder)
+        if self.layerwise and (self.plan.recipe.solved or HEAD in self.plan.schemes):
+            raise CalibError(f"recipe {self.plan.recipe.name} cannot be calibrated from layers on disk: method "
+                             f"{self.plan.recipe.method!r} and a quantized lm_head need the whole model in memory",
+                             "Use layerwise off, or a recipe of method max, smooth or awq_lite.")
+        whole = (self._layer_by_layer if self.layerwise else self._solved if self.plan.recipe.solved
+                 else self._calibrated)
+        outcome = self._unchanged(folder) if plain else whole(folder)
         self._side_files(folder)
         self.report(Progress("verify", 0, 1, "checkpoint"))
         written = QuantizedCheckpoint(folder, None)
@@ -194,6 +213,19 @@ class _Stage:
             self.inspect(load_hf(folder))
         return _Outcome({})
 
+    def _layer_by_layer(self, folder: Path) -> _Outcome:
+        from calib import layerwise  # modelopt takes seconds to import: the bf16 recipe runs without it
+        family = family_of(self.source.config, str(self.source.path))
+        recipe = self.plan.recipe
+        store = LayerStore(self.work / "layers", self.key)
+        work = LayerWork(self.plan, self.source, family, self.plan.schemes, self.batches, store, self.report)
+        choose = self._choose_tokens() if len(recipe.alphas) > 1 else self.batches[0]
+        record = layerwise.calibrate_layers(work, choose, self.memory)
+        outcome = _Outcome(work.schemes, record, layerwise.look(work, self.tokenizer))
+        WRITERS[self.plan.layout].write(folder, self._config(), outcome.schemes, self.plan.kv,
+                                        layerwise.layer_tensors(work))
+        return outcome
+
     def _calibrated(self, folder: Path) -> _Outcome:
         from calib import methods, quantizer  # modelopt takes seconds to import: the bf16 recipe runs without it
         self.report(Progress("load model", 0, 1, "model"))
@@ -201,31 +233,58 @@ class _Stage:
         row = self.batches[0][:1]
         before = observe(model, row)
         outcome = self._find_scales(methods, model)
+        body = {name: scheme for name, scheme in outcome.schemes.items() if name != HEAD}
         enabled = quantizer.enabled_modules(model)
-        if enabled != set(outcome.schemes):
-            wrong = min(enabled ^ set(outcome.schemes))
+        if enabled != set(body):
+            wrong = min(enabled ^ set(body))
             raise CoverageError(f"{wrong} is {'not ' if wrong in outcome.schemes else ''}quantized, against the plan",
                                 "This is a fault of the toolkit or of modelopt.")
         # The weights lie on their grids already: rounding them again in every forward would only cost time.
-        with quantizer.disabled(model, quantizer.weight_quantizers(outcome.schemes)):
-            outcome.evidence |= check_after(model, before, row, self.tokenizer)
-            if self.inspect is not None:
-                self.inspect(model)
-        self.report(Progress("export", 0, 1, "checkpoint"))
-        WRITERS[self.plan.layout].write(folder, self._config(), outcome.schemes, self.plan.kv,
-                                        methods.canonical_tensors(model, self.plan, outcome.schemes))
+        with quantizer.disabled(model, quantizer.weight_quantizers(body)):
+            self._finish(folder, model, outcome, before, methods.canonical_tensors(model, self.plan, body))
         return outcome
+
+    def _solved(self, folder: Path) -> _Outcome:
+        """The methods of ``calib.solve``, which run without modelopt."""
+        self.report(Progress("load model", 0, 1, "model"))
+        model, family = load_hf(self.source.path), family_of(self.source.config, str(self.source.path))
+        before = observe(model, self.batches[0][:1])
+        schemes, record = self._protected()
+        solved = run_solved(model, self.plan, schemes, self.batches, self.report, family)
+        outcome = _Outcome(schemes, record, dict(solved.evidence))
+        self._finish(folder, model, outcome, before, solved.stream(model))
+        return outcome
+
+    def _finish(self, folder: Path, model: nn.Module, outcome: _Outcome, before: Before,
+                tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """The head, a look at the model as it will be written, and the writing. ``tensors`` is read last."""
+        if HEAD in self.plan.schemes:
+            scheme = self.plan.schemes[HEAD]
+            tensors = with_head(tensors, quantize_head(model, scheme.weight))
+            outcome.schemes = {**outcome.schemes, HEAD: scheme}
+        outcome.evidence |= check_after(model, before, self.batches[0][:1], self.tokenizer)
+        if self.inspect is not None:
+            self.inspect(model)
+        self.report(Progress("export", 0, 1, "checkpoint"))
+        WRITERS[self.plan.layout].write(folder, self._config(), outcome.schemes, self.plan.kv, tensors)
+
+    def _protected(self) -> tuple[dict[str, Scheme], dict[str, Any]]:
+        """The layers' schemes without those of protected layers, and what to record of the choice."""
+        schemes = self.plan.layer_schemes
+        if not self.plan.recipe.protect:
+            return schemes, {}
+        from calib import methods
+        family = family_of(self.source.config, str(self.source.path))
+        layers = methods.choose_protected(load_hf(self.source.path), self.plan, family, self._choose_tokens(),
+                                          self.batches, self.memory, self.report)
+        left = {name: scheme for name, scheme in schemes.items()
+                if not any(name.startswith(f"{family.layers}.{layer}.") for layer in layers)}
+        return left, {"protected_layers": layers}
 
     def _find_scales(self, methods: Any, model: nn.Module) -> _Outcome:
         plan, recipe, batches = self.plan, self.plan.recipe, self.batches
         family = family_of(self.source.config, str(self.source.path))
-        schemes, record = plan.schemes, dict[str, Any]()
-        if recipe.protect:
-            layers = methods.choose_protected(load_hf(self.source.path), plan, family, self._choose_tokens(), batches,
-                                              self.memory, self.report)
-            schemes = {name: scheme for name, scheme in schemes.items()
-                       if not any(name.startswith(f"{family.layers}.{layer}.") for layer in layers)}
-            record["protected_layers"] = layers
+        schemes, record = self._protected()
         if recipe.method == "smooth":
             choose = self._choose_tokens() if len(recipe.alphas) > 1 else batches[0]
             record["alpha"] = methods.run_smooth(model, plan, schemes, batches, self.report, family=family,
@@ -240,6 +299,8 @@ class _Stage:
 
     def _config(self) -> dict[str, Any]:
         config = {key: value for key, value in self.source.config.items() if key != "torch_dtype"}
+        if HEAD in self.plan.schemes:
+            config["tie_word_embeddings"] = False
         return {**config, "dtype": "bfloat16"}
 
     def _write_config(self, folder: Path, quantization: dict[str, Any] | None) -> None:

@@ -25,14 +25,14 @@ from calib.smoother import Smoother, round_unquantized
 
 #: Remembers a measured loss by name, or measures it: what makes a killed run go on where it was.
 Measure = Callable[[str, Callable[[], float]], float]
-_SCORED_ROWS = 4
+SCORED_ROWS = 4
 
 
 def mean_nll(model: nn.Module, tokens: torch.Tensor) -> float:
     """Mean negative log-likelihood, nats per token, of rows [n, s] given their own beginnings."""
     total, count = 0.0, 0
     with torch.inference_mode():
-        for rows in tokens.split(_SCORED_ROWS):
+        for rows in tokens.split(SCORED_ROWS):
             logits = model(rows, use_cache=False).logits[:, :-1].float()
             total += functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum").item()
             count += rows[:, 1:].numel()

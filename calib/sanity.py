@@ -50,9 +50,24 @@ def observe(model: nn.Module, row: torch.Tensor) -> Before:
     return Before(loss, tuple(ids[0, -_NEW:].tolist()))
 
 
+def predictions(logits: torch.Tensor, row: torch.Tensor) -> Before:
+    """The same look without generating, from logits [1, s, v] of ``row`` [1, s]: loss, and its last 8 predictions.
+
+    For a model that passes layer by layer, where a token more costs a reading of every weight.
+    """
+    if not torch.isfinite(logits).all():
+        raise SanityError("the model's logits are not finite", "Check its weights; they may overflow.")
+    loss = functional.cross_entropy(logits[0, :-1].float(), row[0, 1:]).item()
+    return Before(loss, tuple(logits[0, -_NEW:].argmax(-1).tolist()))
+
+
 def check_after(model: nn.Module, before: Before, row: torch.Tensor, tokenizer: Tokenizer) -> dict[str, Any]:
     """Observe again; SanityError names what broke. Returns both observations for the record of evidence."""
-    after = observe(model, row)
+    return compare(before, observe(model, row), tokenizer)
+
+
+def compare(before: Before, after: Before, tokenizer: Tokenizer) -> dict[str, Any]:
+    """SanityError when the loss rose beyond any use, or one token is all that is left; else both, for the evidence."""
     if after.loss > before.loss + LOSS_LIMIT:
         raise SanityError(f"quantizing raised the loss from {before.loss:.2f} to {after.loss:.2f} nats per token",
                           "Choose another recipe, more calibration text, or keep sensitive modules in bf16.")
