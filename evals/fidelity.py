@@ -10,9 +10,9 @@ flips ("Accuracy is not all you need", arXiv 2407.09141).
 everything that decides its numbers (target, numerics, tokenizer, template, data, harness, settings); it is used again
 only where the whole key is the same, and a candidate is compared only where all but the target is.
 
-**Resuming.** Finished items lie in ``.<out>.work/`` beside the output until the report is written in one piece. A
-baseline may keep them for good in a ``cache`` folder: then another sample of items, or a larger one, asks the
-unquantized model only what it has not answered yet under the same target, numerics, template and harness.
+**Resuming.** Finished items lie in ``.<out>.work/`` beside the output until the report is written in one piece, or for
+good in a ``cache`` folder: then another sample of items, or a larger one, asks a target only what it has not answered
+yet under the same numerics, template and harness (and, for a candidate, against the same baseline).
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from evals.compare import refuse_unequal
 from evals.data import EvalData
 from evals.errors import DataError, EvalError
 from evals.items import Text
+from evals.journal import Journal
 from evals.records import load_record, save_record
 from evals.report import Estimate, EvalReport, Item, Sample, Target, TextScore
 from evals.sampling import sample
@@ -81,6 +82,13 @@ def _item_key(target: Target, settings: EvalSettings, k: int) -> str:
                                       "harness": harness_of(settings)}))
 
 
+def _pair_key(target: Target, settings: EvalSettings, baseline: Baseline | None) -> str:
+    """``_item_key`` of a candidate: its KL also depends on who the baseline is and how many tokens were kept of it."""
+    against = None if baseline is None else [
+        baseline.report.target.model_dump(mode="json", exclude={"name"}), baseline.width]
+    return sha256_hex(canonical_json([_item_key(target, settings, 1), against]))
+
+
 class Baseline:
     """An opened baseline: ``report`` (EvalReport), ``digest``, ``key``, and each text's top-k distributions."""
 
@@ -94,6 +102,11 @@ class Baseline:
     @property
     def path(self) -> Path:
         return self._artifact.path
+
+    @property
+    def width(self) -> int:
+        """Tokens kept of each distribution; 0 without texts."""
+        return self.top_k(self.report.texts[0].id)[0].shape[1] if self.report.texts else 0
 
     @classmethod
     def open(cls, path: Path | str) -> Baseline:
@@ -144,22 +157,27 @@ def make_baseline(scorer: Scorer, tokenizer: Tokenizer, target: Target, data: Ev
               for name, value in arrays_of(work, text.id, ("nll", "ids", "logprobs")).items()}
     artifact = save_record(record, out, [target.digest], kind="baseline", replace=replace,
                            arrays={TOP_K_FILE: arrays} if arrays else None)
-    shutil.rmtree(work if cache is None else work / "lm_eval", ignore_errors=cache is not None)
+    _clear(work, cache)
     return Baseline(artifact, record.report, key)
 
 
 def evaluate(scorer: Scorer, tokenizer: Tokenizer, target: Target, data: EvalData, baseline: Baseline | None,
              out: Path | str, report: Report = silent, *, settings: EvalSettings | None = None,
-             replace: bool = False) -> EvalReport:
+             replace: bool = False, cache: Path | None = None) -> EvalReport:
     """Judge a target, against a baseline if one is given, and write the eval-report artifact at ``out``.
 
     ComparisonError when the baseline was made with another tokenizer, template, data, harness or other items. A target
-    that gives NaN, or falls silent, is judged all the same: its report carries ``faults`` and no delta.
+    that gives NaN, or falls silent, is judged all the same: its report carries ``faults`` and no delta. ``cache``: see
+    the module's docstring.
     """
     settings, out = settings or EvalSettings(), Path(out)
     _refuse_other_items(target, data, settings, baseline)
-    key = sha256_hex(canonical_json([key_of(target, data, settings), baseline.digest if baseline else None]))
-    work = _work_folder(out)
+    if cache is None:
+        key = sha256_hex(canonical_json([key_of(target, data, settings), baseline.digest if baseline else None]))
+        work = _work_folder(out)
+    else:
+        key = _pair_key(target, settings, baseline)
+        work = cache / key[:16]
     found = _run(scorer, tokenizer, data, settings, work, key, 1,
                  (lambda _: None) if baseline is None else baseline.top_k, report)
     faults = found.faults + sample_faults(found.samples, baseline.report.samples if baseline else ())
@@ -170,7 +188,7 @@ def evaluate(scorer: Scorer, tokenizer: Tokenizer, target: Target, data: EvalDat
     record = _report(target, data, settings, found, baseline, kl)
     save_record(record, out, [target.digest] + ([baseline.digest] if baseline else []), replace=replace,
                 arrays={TOKENS_FILE: arrays} if arrays else None)
-    shutil.rmtree(work)
+    _clear(work, cache)
     return record
 
 
@@ -194,6 +212,14 @@ def _work_folder(out: Path) -> Path:
     return out.absolute().with_name(f".{out.name}.work")
 
 
+def _clear(work: Path, cache: Path | None) -> None:
+    """The report is written: what only served to resume goes; a cache keeps all but the harness's scratch files."""
+    if cache is None:
+        shutil.rmtree(work)
+    else:
+        shutil.rmtree(work / "lm_eval", ignore_errors=True)
+
+
 def _chosen(data: EvalData, settings: EvalSettings) -> tuple[list[Text], list[str]]:
     texts = sample(data.texts, settings.limit_texts, settings.seed) if data.texts else []
     tasks = list(data.tasks if settings.tasks is None else settings.tasks)
@@ -212,8 +238,10 @@ def _run(scorer: Scorer, tokenizer: Tokenizer, data: EvalData, settings: EvalSet
                    ) if tasks else []
     faults += [f"question {item.id[:12]} of {item.task}: a log-probability is not finite"
                for item in items if item.choice is None and not item.exact]
-    samples = (take_samples(scorer, tokenizer, texts[:settings.samples], settings.sample_tokens)
-               if isinstance(scorer, Generator) and settings.samples and texts else [])
+    samples: list[Sample] = []
+    if isinstance(scorer, Generator) and settings.samples and texts:
+        with Journal(work / "samples.jsonl", key) as journal:
+            samples = take_samples(scorer, tokenizer, texts[:settings.samples], settings.sample_tokens, journal)
     return _Pass(texts=scores, items=items, samples=samples, faults=faults)
 
 

@@ -27,7 +27,7 @@ from evals.errors import ComparisonError, PolicyError
 from evals.length import judge_length
 from evals.policy import AccuracyRule, NllRule, Policy, SpeedRule, load_policy
 from evals.report import EvalReport, Item, LatencySweep, Reason, Verdict, VerdictWord
-from evals.sampling import shuffled
+from evals.sampling import in_turn
 from evals.sequential import FAIL, OPEN, corrected_z, decide
 from evals.statistics import POWER_80, clustered_ratio, holm, mcnemar_p, stratified_drop, t_of_z, wilson
 
@@ -37,7 +37,8 @@ EXIT_CODES: dict[VerdictWord, int] = {"PASS": 0, "BASELINE": 0, "FAIL": 1, "INCO
 _WORST: tuple[VerdictWord, ...] = ("FAIL", "ANOMALOUS", "INCONCLUSIVE", "PASS")
 
 #: Delta NLL is judged on all documents there are; four times more may be drawn, so z is that of four looks.
-_NLL_LOOKS = 4
+NLL_LOOKS = 4
+DELTA_NLL, ACCURACY = "delta NLL", "accuracy"
 
 
 def judge(candidate: EvalReport, baseline: EvalReport | None, policy: Policy, sweep: LatencySweep | None = None, *,
@@ -87,16 +88,16 @@ def _nll(candidate: EvalReport, baseline: EvalReport | None, rule: NllRule, cand
          detectable: list[float]) -> Reason:
     allowed = f"loss below {rule.margin:g} nats/token"
     if baseline is None or not candidate.texts or len(candidate.texts) != len(baseline.texts):
-        return _missing("delta NLL", "no baseline" if baseline is None else "texts are missing", allowed)
+        return _missing(DELTA_NLL, "no baseline" if baseline is None else "texts are missing", allowed)
     paired = {text.id: text.nll for text in baseline.texts}
     value, error, documents = clustered_ratio(
         np.array([text.nll - paired[text.id] for text in candidate.texts]),
         np.array([float(text.tokens) for text in candidate.texts]),
         [text.document or text.id for text in candidate.texts])
     if documents < rule.min_documents:
-        return Reason(check="delta NLL", word="INCONCLUSIVE", allowed=allowed,
+        return Reason(check=DELTA_NLL, word="INCONCLUSIVE", allowed=allowed,
                       found=f"{value:+.4f} over {documents} documents, {rule.min_documents} are needed")
-    reach = t_of_z(corrected_z(_NLL_LOOKS, candidates), documents - 1)
+    reach = t_of_z(corrected_z(NLL_LOOKS, candidates), documents - 1)
     detectable.append((reach + POWER_80) * error)
     low, high = value - reach * error, value + reach * error
     found = f"{value:+.4f} [{low:+.4f}, {high:+.4f}] over {documents} documents"
@@ -105,7 +106,7 @@ def _nll(candidate: EvalReport, baseline: EvalReport | None, rule: NllRule, cand
     if word == "INCONCLUSIVE":
         needed = items_needed(documents, reach * error, abs(rule.margin - value))
         found += f"; about {needed:,} documents would decide"
-    return Reason(check="delta NLL", word=word, found=found, allowed=allowed)
+    return Reason(check=DELTA_NLL, word=word, found=found, allowed=allowed)
 
 
 def chance_of(items: Sequence[Item]) -> float:
@@ -118,22 +119,32 @@ def able_to_gate(items: Sequence[Item]) -> bool:
     return bool(items) and wilson(sum(item.correct for item in items), len(items))[0] > chance_of(items)
 
 
+def _judged(baseline: EvalReport, rule: AccuracyRule) -> dict[str, list[Item]]:
+    """The baseline's items of each task that a rule names, in order of name; an empty list where it has none."""
+    wanted = sorted({item.task for item in baseline.items} if rule.tasks is None else set(rule.tasks))
+    return {task: [item for item in baseline.items if item.task == task] for task in wanted}
+
+
+def able_tasks(baseline: EvalReport, rule: AccuracyRule) -> list[str]:
+    """The tasks that a rule judges and the baseline can do."""
+    return [task for task, items in _judged(baseline, rule).items() if able_to_gate(items)]
+
+
 def _accuracy(candidate: EvalReport, baseline: EvalReport | None, rule: AccuracyRule, candidates: int,
               detectable: list[float]) -> list[Reason]:
     allowed = f"paired loss below {rule.margin:g} points"
     if baseline is None:
-        return [_missing("accuracy", "no baseline", allowed)]
-    wanted = sorted({item.task for item in baseline.items} if rule.tasks is None else set(rule.tasks))
-    by_task = {task: [item for item in baseline.items if item.task == task] for task in wanted}
-    if not wanted or not all(by_task.values()):
-        lost = ", ".join(task for task in wanted if not by_task[task]) or "no questions at all"
-        return [_missing("accuracy", lost, allowed)]
-    able = [task for task in wanted if able_to_gate(by_task[task])]
+        return [_missing(ACCURACY, "no baseline", allowed)]
+    by_task = _judged(baseline, rule)
+    if not by_task or not all(by_task.values()):
+        lost = ", ".join(task for task, items in by_task.items() if not items) or "no questions at all"
+        return [_missing(ACCURACY, lost, allowed)]
+    able = able_tasks(baseline, rule)
     if not able:
-        return [Reason(check="accuracy", word="INCONCLUSIVE", allowed=allowed, found=(
-            f"the baseline is not clearly above chance on {', '.join(wanted)}, so nothing can be lost there"))]
+        return [Reason(check=ACCURACY, word="INCONCLUSIVE", allowed=allowed, found=(
+            f"the baseline is not clearly above chance on {', '.join(by_task)}, so nothing can be lost there"))]
     right = {(item.task, item.id): item.correct for item in baseline.items}
-    pairs = [(item, right[item.task, item.id]) for item in shuffled(candidate.items, candidate.seed)
+    pairs = [(item, right[item.task, item.id]) for item in in_turn(candidate.items, candidate.seed)
              if item.task in able]
     reasons = [_pooled(pairs, rule, candidates, detectable)]
     return reasons + (_single_tasks(pairs, able, rule, candidates) if len(able) > 1 else [])
@@ -169,7 +180,7 @@ def _pooled(pairs: Pairs, rule: AccuracyRule, candidates: int, detectable: list[
         drop, error = loss_of(pairs)
         detectable.append((z + POWER_80) * error * 100)
         needed = required_items((sum(flip_counts(pairs)) + 1) / n, rule.margin)
-        return Reason(check="accuracy", word="INCONCLUSIVE", allowed=allowed, found=(
+        return Reason(check=ACCURACY, word="INCONCLUSIVE", allowed=allowed, found=(
             f"{100 * drop:+.2f} points over {n} items; the first look is at {rule.looks[0]}, and at this flip rate "
             f"about {needed} items decide"))
     losses = [loss_of(pairs[:look]) for look in looks]
@@ -184,14 +195,14 @@ def _pooled(pairs: Pairs, rule: AccuracyRule, candidates: int, detectable: list[
     if decision.code[0] == OPEN:
         needed = items_needed(looks[at], z * error, abs(margin - drop))
         coming = next((look for look in rule.looks if look >= needed), rule.looks[-1])
-        return Reason(check="accuracy", word="INCONCLUSIVE", allowed=allowed,
+        return Reason(check=ACCURACY, word="INCONCLUSIVE", allowed=allowed,
                       found=f"{found}; items ran out, {coming} should decide")
     if decision.by_estimate[0]:
         found += "; the cap was reached and the point estimate decides"
     whole, whole_error = loss_of(pairs[:rule.looks[-1]])
     if whole + z * whole_error < -margin:
-        return Reason(check="accuracy", word="ANOMALOUS", found=found, allowed=f"no gain above {rule.margin:g} points")
-    return Reason(check="accuracy", word="FAIL" if decision.code[0] == FAIL else "PASS", found=found, allowed=allowed)
+        return Reason(check=ACCURACY, word="ANOMALOUS", found=found, allowed=f"no gain above {rule.margin:g} points")
+    return Reason(check=ACCURACY, word="FAIL" if decision.code[0] == FAIL else "PASS", found=found, allowed=allowed)
 
 
 def _refuse_noise(rule: AccuracyRule, n: int) -> None:

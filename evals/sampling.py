@@ -9,6 +9,7 @@ the next look at 400, which the sequential gate relies on.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Protocol, TypeVar
 
@@ -20,7 +21,13 @@ class _HasId(Protocol):
     def id(self) -> str: ...
 
 
+class _HasTask(_HasId, Protocol):
+    @property
+    def task(self) -> str: ...
+
+
 Identified = TypeVar("Identified", bound=_HasId)
+Tasked = TypeVar("Tasked", bound=_HasTask)
 
 
 def part_of(document: str, shares: Mapping[str, int]) -> str:
@@ -42,6 +49,22 @@ def part_of(document: str, shares: Mapping[str, int]) -> str:
 def shuffled(items: Iterable[Identified], seed: int) -> list[Identified]:
     """Seeded order that depends on ids only and nests: a longer sample begins with the shorter one."""
     return sorted(items, key=lambda item: hashlib.sha256(f"{seed}\0{item.id}".encode()).digest())
+
+
+def in_turn(items: Iterable[Tasked], seed: int) -> list[Tasked]:
+    """The tasks' items in turn, each task spread evenly over the whole; within a task as ``shuffled``.
+
+    A prefix holds every task by its share of the items, not by chance. Where the tasks have equally many (all drawn up
+    to one limit) it is also the same prefix whatever the limit: a gate's look at 200 stays what it was when more is
+    drawn. A task that has run out is spread more thinly, and then only its part of an earlier look changes.
+    """
+    ordered = shuffled(items, seed)
+    sizes, turn = Counter(item.task for item in ordered), Counter[str]()
+    ranked = []
+    for item in ordered:
+        ranked.append(((turn[item.task] + 0.5) / sizes[item.task], item))
+        turn[item.task] += 1
+    return [item for _, item in sorted(ranked, key=lambda one: one[0])]
 
 
 def sample(items: Iterable[Identified], limit: int | None, seed: int) -> list[Identified]:

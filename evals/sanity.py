@@ -13,6 +13,7 @@ from calib.text import Tokenizer
 from engines.request import SamplingParams
 from evals.errors import EvalError
 from evals.items import Text
+from evals.journal import Journal
 from evals.report import Sample
 from evals.target import Generator
 
@@ -25,16 +26,20 @@ def looping(token_ids: Sequence[int]) -> bool:
     return len(token_ids) >= LOOP_TOKENS and len(set(token_ids[-LOOP_TOKENS:])) <= 2
 
 
-def take_samples(generator: Generator, tokenizer: Tokenizer, texts: Sequence[Text], tokens: int) -> list[Sample]:
-    """Continue the first 32 tokens of each text greedily by at most ``tokens`` tokens."""
-    prompts = [tokenizer.encode(text.text)[:PROMPT_TOKENS] for text in texts]
-    outputs = generator.generate(prompts, SamplingParams(max_tokens=tokens))
+def take_samples(generator: Generator, tokenizer: Tokenizer, texts: Sequence[Text], tokens: int, journal: Journal
+                 ) -> list[Sample]:
+    """Continue the first 32 tokens of each text greedily by at most ``tokens`` tokens; done ones are in ``journal``."""
+    waiting = [text for text in texts if text.id not in journal.done]
+    prompts = [tokenizer.encode(text.text)[:PROMPT_TOKENS] for text in waiting]
+    outputs = generator.generate(prompts, SamplingParams(max_tokens=tokens)) if prompts else []
     if len(outputs) != len(prompts):
         raise EvalError(f"{len(prompts)} prompts were continued and {len(outputs)} outputs came back",
                         "The generator dropped requests.")
-    return [Sample(id=text.id, prompt=tokenizer.decode(prompt), text=output.outputs[0].text,
-                   token_ids=list(output.outputs[0].token_ids))
-            for text, prompt, output in zip(texts, prompts, outputs, strict=True)]
+    if waiting:
+        journal.add({text.id: {"prompt": tokenizer.decode(prompt), "text": output.outputs[0].text,
+                               "token_ids": list(output.outputs[0].token_ids)}
+                     for text, prompt, output in zip(waiting, prompts, outputs, strict=True)})
+    return [Sample(id=text.id, **journal.done[text.id]) for text in texts]
 
 
 def sample_faults(samples: Sequence[Sample], baseline: Sequence[Sample] = ()) -> list[str]:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
+import time
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from calib.artifact import Artifact
+from calib.progress import Progress
 from toolkit import judging, making, stages
+from toolkit.console import duration
 from toolkit.errors import UsageError
-from toolkit.refs import resolve
+from toolkit.refs import Ref, resolve
 from toolkit.stages import Workshop
 
 if TYPE_CHECKING:
     from evals.data import EvalData
+    from evals.draw import Draw
     from evals.fidelity import EvalSettings
     from evals.policy import LengthRule, Policy
     from evals.reference import Asked, Reference
@@ -26,13 +32,18 @@ TEXTS, ITEMS = 64, 200
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A verdict with what it was made of. ``questions``: text of each question by item id."""
+    """A verdict with what it was made of. ``questions``: text of each question by item id.
+
+    ``draw`` and ``more``: of an INCONCLUSIVE verdict, the next look and that look in words, or why there is none.
+    """
 
     verdict: Verdict
     artifact: Artifact
     report: EvalReport
     baseline: EvalReport
     questions: dict[str, str]
+    more: str | None = None
+    draw: Draw | None = None
 
 
 def asked_of(baseline: str, data: str, tasks: list[str] | None, texts: int | None, items: int | None, seed: int | None,
@@ -52,26 +63,78 @@ def settings_of(data: EvalData, asked: Asked) -> EvalSettings:
 
 
 def decide(shop: Workshop, candidate: str, asked: Asked, policy: Policy, *, reference: Reference | None = None,
-           sweep: str | None = None, candidates: int = 1) -> Outcome:
-    """Judge a candidate against a baseline; with a ``reference``, a baseline that is not what it says is refused."""
-    from evals.reference import refuse_drift
+           sweep: str | None = None, candidates: int = 1, extend: bool = False) -> Outcome:
+    """Judge a candidate against a baseline; with a ``reference``, a baseline that is not what it says is refused.
 
+    ``extend``: while the verdict is INCONCLUSIVE and the data holds more, both answer up to the next look; what was
+    answered is kept, so a killed gate goes on.
+    """
     ref = resolve(candidate, shop.home, shop.store, offline=shop.offline).of_kind(*judging.JUDGED)
     speed, speed_artifact = _measured(shop, sweep)
     stored = judging.stored_report(shop, asked.baseline)
-    if stored is not None and ref.kind == "eval-report":
-        report, artifact = judging.open_report(ref)
-        baseline, data = stored, None
-    else:
-        data = making.data_folder(shop, asked.data)
-        settings = settings_of(data, asked)
-        against = None if stored is not None else judging.baseline_of(shop, asked.baseline, data, settings)
-        baseline = stored or against.report  # type: ignore[union-attr]
-        if reference is not None:
-            refuse_drift(reference, baseline)
-        report, artifact = judging.report_of(shop, ref, data, settings, against)
-    verdict, kept = stages.verdict(shop, report, artifact, baseline, policy, speed, speed_artifact, "gate", candidates)
-    return Outcome(verdict, kept, report, baseline, {item.id: item.question for item in data.items} if data else {})
+    data = None if stored is not None and ref.kind == "eval-report" else making.data_folder(shop, asked.data)
+    kinds = ref.kind, resolve(asked.baseline, shop.home, shop.store, offline=shop.offline).kind
+    fixed = not {"eval-report", "baseline"}.isdisjoint(kinds)
+    first = asked.texts
+    while True:
+        began = time.time()
+        report, artifact, baseline = _reports(shop, ref, asked, data, stored, reference)
+        verdict, kept = stages.verdict(shop, report, artifact, baseline, policy, speed, speed_artifact, "gate",
+                                       candidates)
+        draw = None if fixed or data is None else _draw(verdict, baseline, policy, asked, first, data)
+        if draw is None:
+            break
+        words = f"{draw.why}{_estimate(draw, report, artifact, began)}"
+        if not extend:
+            break
+        shop.report(Progress("gate draws more", 0, None, "item", words))
+        asked = asked.model_copy(update={"texts": draw.texts, "items": draw.items})
+    more = None if verdict.word != "INCONCLUSIVE" else words if draw else _why_none(verdict, fixed)
+    return Outcome(verdict, kept, report, baseline, {item.id: item.question for item in data.items} if data else {},
+                   more, draw)
+
+
+def _why_none(verdict: Verdict, fixed: bool) -> str:
+    from evals.draw import DRAWN
+
+    if fixed:
+        return "a stored report answers no more: judge both again on more questions, or gate the engine itself"
+    if still := [reason.check for reason in verdict.reasons
+                 if reason.word == "INCONCLUSIVE" and reason.check not in DRAWN]:
+        return f"more questions do not decide {', '.join(still)}"
+    return "the data reaches no further look: give a larger folder with --data"
+
+
+def _draw(verdict: Verdict, baseline: EvalReport, policy: Policy, asked: Asked, first: int, data: EvalData
+          ) -> Draw | None:
+    from evals.draw import next_draw
+
+    sizes = {task: len(data.task(task)) for task in (data.tasks if asked.tasks is None else asked.tasks)}
+    return next_draw(verdict, baseline, policy, texts=asked.texts, items=asked.items, first_texts=first,
+                     texts_there=len(data.texts), sizes=sizes)
+
+
+def _estimate(draw: Draw, report: EvalReport, artifact: Artifact, began: float) -> str:
+    """How long the draw takes, from the time of what was judged since ``began``; nothing where it was found judged."""
+    if datetime.fromisoformat(artifact.manifest.created).timestamp() < math.floor(began):
+        return ""
+    return f" (about {duration((time.time() - began) * draw.added / (len(report.texts) + len(report.items)))})"
+
+
+def _reports(shop: Workshop, ref: Ref, asked: Asked, data: EvalData | None, stored: EvalReport | None,
+             reference: Reference | None) -> tuple[EvalReport, Artifact, EvalReport]:
+    """(the candidate's report, its artifact, the baseline's report): found, or judged now."""
+    from evals.reference import refuse_drift
+
+    if data is None:
+        assert stored is not None
+        return *judging.open_report(ref), stored
+    settings = settings_of(data, asked)
+    against = None if stored is not None else judging.baseline_of(shop, asked.baseline, data, settings)
+    baseline = stored or against.report  # type: ignore[union-attr]
+    if reference is not None:
+        refuse_drift(reference, baseline)
+    return *judging.report_of(shop, ref, data, settings, against), baseline
 
 
 def _measured(shop: Workshop, sweep: str | None) -> tuple[LatencySweep | None, Artifact | None]:

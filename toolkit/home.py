@@ -3,7 +3,7 @@
     <home>/models/<name>/             models fetched by ``data prepare``, Hugging Face layout
     <home>/data/{calibration,choose,evaluation}/
     <home>/artifacts/<kind>/<name>/   checkpoints, engines, reports, sweeps, verdicts made by jobs and by ``LLM``
-    <home>/answers/                   what unquantized models answered, kept item by item
+    <home>/answers/                   what models and engines answered, kept item by item
     <home>/reports/<run>.html         static reports
     <home>/logs/                      tracebacks of unexpected errors
     <home>/toolkit.db                 the store
@@ -40,7 +40,7 @@ class Home:
 
     @property
     def answers(self) -> Path:
-        """The unquantized models' answers, item by item (``evals.fidelity``)."""
+        """Models' and engines' answers, item by item (``evals.fidelity``)."""
         return self.path / "answers"
 
     @property

@@ -58,6 +58,12 @@ class Workshop:
                                          "inputs": inputs}))
         return self.home.artifacts(kind) / f"{label}-{key[:16]}"
 
+    @property
+    def answers(self) -> Path:
+        """Where targets' answers are kept item by item: another toolkit or package version asks again."""
+        versions = {"toolkit": __version__, "versions": installed_versions()}
+        return self.home.answers / sha256_hex(canonical_json(versions))[:16]
+
     def standing(self, path: Path, kind: str) -> Artifact | None:
         """The artifact at ``path`` if it is there and whole; a damaged one is removed."""
         if not path.exists():
@@ -200,11 +206,11 @@ def baseline(shop: Workshop, source: QuantizedCheckpoint | Engine, data: EvalDat
         if isinstance(source, Engine):
             with LLM(source) as llm:
                 make_baseline(llm, llm.tokenizer, target_of(llm, "baseline engine"), data, place, settings=settings,
-                              report=shop.report, cache=shop.home.answers)
+                              report=shop.report, cache=shop.answers)
         else:
             scorer, target = module_scorer(source, "baseline model in memory")
             make_baseline(scorer, source.tokenizer(), target, data, place, settings=settings, report=shop.report,
-                          cache=shop.home.answers)
+                          cache=shop.answers)
         shop.standing(place, "baseline")
     return Baseline.open(place)
 
@@ -232,7 +238,8 @@ def evaluation(shop: Workshop, built: Engine, data: EvalData, against: Baseline 
     found = shop.standing(place, "eval-report")
     if found is None:
         with LLM(built) as llm:
-            evaluate(llm, llm.tokenizer, target_of(llm, label), data, against, place, shop.report, settings=settings)
+            evaluate(llm, llm.tokenizer, target_of(llm, label), data, against, place, shop.report, settings=settings,
+                     cache=shop.answers)
         found = shop.standing(place, "eval-report")
     assert found is not None
     return load_record(place, EvalReport), found

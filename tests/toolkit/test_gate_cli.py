@@ -5,6 +5,7 @@ The four answers a gate must give: the same engine twice (PASS), int4 with a dam
 """
 
 import json
+import re
 import shutil
 from xml.etree import ElementTree
 
@@ -130,6 +131,49 @@ def test_thirty_items_are_inconclusive(home, gate, capsys, tmp_path):
     code, found, _ = gate(engine(home, "tiny", "bf16", capsys), "--items", "30", "--policy", str(policy))
     assert (code, found["word"]) == (3, "INCONCLUSIVE")
     assert "over 30 items; the first look is at 200" in found["reason"]
+
+
+def test_an_open_gate_draws_up_to_the_next_look(home, gate, capsys, tmp_path):
+    """30 items are too few; the gate asks both for as many as the look at 200 needs, and only for those."""
+    from evals.accuracy import HarnessModel
+
+    fresh = home.models / "fresh"  # nobody has asked it anything
+    shutil.copytree(home.models / "other-template", fresh)
+    settings = json.loads((fresh / "tokenizer_config.json").read_text())
+    (fresh / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": "{{ messages[0].content }}?"}))
+    policy, twin, asked = tmp_path / "policy.yaml", engine(home, "fresh", "bf16", capsys), []
+    policy.write_text("name: few\naccuracy: {margin: 2}\n")
+    options = ("--policy", str(policy), "--items", "30", "--texts", "2", "--baseline", "fresh")
+    code, found, _ = gate(twin, *options)
+    assert (code, found["word"]) == (3, "INCONCLUSIVE")
+    assert found["more"] == {"why": found["more"]["why"], "texts": 2, "items": 200}
+    assert re.search(r"open after 30 questions: the next look is at 200 \(about \d+ s\)$", found["more"]["why"])
+    scored = HarnessModel._scored
+
+    def count(self, requests):
+        before = len(self._journal.done)
+        answers = scored(self, requests)
+        asked.append(len(self._journal.done) - before)
+        return answers
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(HarnessModel, "_scored", count)
+        code, found, said = gate(twin, *options, "--extend")
+    assert (code, found["word"], found["more"]) == (0, "PASS", None)
+    assert "over 200 items" in found["reason"]
+    assert asked == [340, 340], "two choices of 170 more questions, of the baseline and of the candidate"
+    assert "accuracy is open after 30 questions" in said
+
+
+def test_where_nothing_can_be_drawn_it_says_why(home, gate, call, capsys, tmp_path):
+    policy, twin = tmp_path / "policy.yaml", engine(home, "tiny", "bf16", capsys)
+    policy.write_text("name: few\naccuracy: {margin: 2, looks: [400]}\n")
+    code, found, _ = gate(twin, "--policy", str(policy), "--extend")
+    assert (code, found["word"], found["more"]["items"]) == (3, "INCONCLUSIVE", None)
+    assert "the data reaches no further look" in found["more"]["why"]
+    code, report = call("eval", twin, "--items", 30, "--texts", 2)
+    assert code == 0
+    code, found = call("gate", report["digest"], "--baseline", report["digest"], "--policy", policy)
+    assert (code, "a stored report answers no more" in found["more"]["why"]) == (3, True)
 
 
 def test_another_template_is_refused(home, gate, capsys):

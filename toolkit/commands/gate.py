@@ -50,6 +50,9 @@ def _judge(group: typer.Typer) -> None:
                                                        show_default=False)] = None,
              data: DataOption = None, task: TaskOption = None, texts: TextsOption = None, items: ItemsOption = None,
              seed: SeedOption = None,
+             extend: Annotated[bool | None, typer.Option("--extend/--no-extend", help="While it is INCONCLUSIVE, ask "
+                               "more questions and look again [default: unless --texts, --items or --reference fix "
+                               "what is judged].", show_default=False)] = None,
              candidates: Annotated[int, typer.Option(min=1, help="How many candidates this gate judges: z is "
                                                      "corrected for them all.")] = 1,
              junit_xml: Annotated[Path | None, typer.Option(help="Write the verdict as JUnit XML, for CI.",
@@ -70,21 +73,24 @@ def _judge(group: typer.Typer) -> None:
         if (baseline is None) == (reference is None):
             raise UsageError("a gate needs a baseline", "Give --baseline REF, or --reference FILE.")
         kept = load_reference(reference) if reference else None
-        given = [value for value in (data, task, texts, items, seed) if value]
+        given = [value for value in (data, task, texts, items, seed, extend) if value]
         if kept and given:
             raise UsageError(f"{reference} fixes what is judged; {given[0]!r} is given too",
-                             "Leave --data, --task, --texts, --items and --seed out.")
+                             "Leave --data, --task, --texts, --items, --seed and --extend out.")
+        wider = not (kept or texts or items) if extend is None else extend
         asked = kept.asked if kept else gating.asked_of(baseline or "", data or "evaluation", task, texts, items, seed,
                                                         rules.length)
         with RunStore(session.home.store) as store, session.watch() as watch:
             shop = stages.Workshop(session.home, store, watch, session.offline)
-            outcome = gating.decide(shop, candidate, asked, rules, reference=kept, sweep=sweep, candidates=candidates)
-        _show(session, outcome, junit_xml, markdown)
+            outcome = gating.decide(shop, candidate, asked, rules, reference=kept, sweep=sweep, candidates=candidates,
+                                    extend=wider)
+        _show(session, outcome, junit_xml, markdown, "gate update-reference" if kept else "gate --extend")
         if code := EXIT_CODES[outcome.verdict.word]:
             raise typer.Exit(code)
 
 
-def _show(session: Session, outcome: object, junit_xml: Path | None, markdown: Path | None) -> None:
+def _show(session: Session, outcome: object, junit_xml: Path | None, markdown: Path | None, command: str
+          ) -> None:
     from calib.artifact import write_atomic
     from evals import outputs
     from toolkit.gating import Outcome, flips_of
@@ -98,9 +104,13 @@ def _show(session: Session, outcome: object, junit_xml: Path | None, markdown: P
         text = outputs.markdown(name, verdict, outcome.baseline, outcome.report, questions=outcome.questions)
         write_atomic(markdown, text.encode())
     flips = flips_of(outcome)
+    draw = outcome.draw
+    more = {"why": outcome.more, "texts": draw.texts if draw else None, "items": draw.items if draw else None}
+    how = f"; `toolkit {command}` does, or --texts {draw.texts} --items {draw.items}" if draw else ""
     session.show({"digest": outcome.artifact.digest, "path": str(outcome.artifact.path),
-                  **verdict.model_dump(mode="json"), "worst_flips": flips},
-                 [outcome.artifact.digest], *verdict_parts(verdict), *flips_parts(flips))
+                  **verdict.model_dump(mode="json"), "worst_flips": flips, "more": more if outcome.more else None},
+                 [outcome.artifact.digest], *verdict_parts(verdict), *flips_parts(flips),
+                 *([f"{outcome.more}{how}"] if outcome.more else []))
 
 
 def _update_reference(group: typer.Typer) -> None:
