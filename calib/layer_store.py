@@ -42,6 +42,8 @@ class LayerStore:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
             write_atomic(folder / _KEY, canonical_json({"key": key}))
+        for left in folder.rglob(".*.tmp"):  # of a killed run; the artifact's lock keeps another run out
+            left.unlink()
 
     def put_hidden(self, stream: str, layer: int, batch: int, hidden: torch.Tensor) -> None:
         _save(self._hidden(stream, layer, batch), {"hidden": hidden})

@@ -2,19 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-_STATUS = Path("/proc/self/status")
-
-
-def anonymous_bytes() -> int | None:
-    """Resident anonymous bytes now; None where the system does not tell."""
-    if not _STATUS.is_file():
-        return None
-    for line in _STATUS.read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    return None
+from calib.peak import anonymous_bytes
 
 
 class MemoryWatch:
