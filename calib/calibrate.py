@@ -29,10 +29,10 @@ from calib.formats.gguf import SOURCE_FILE
 from calib.formats.gptq import GptqLayout
 from calib.formats.hf import write_shards
 from calib.formats.modelopt import ModeloptLayout
-from calib.layer_store import LayerStore
-from calib.layer_work import LayerWork
 from calib.hardware import check_hardware
 from calib.head import HEAD, quantize_head, with_head
+from calib.layer_store import LayerStore
+from calib.layer_work import LayerWork
 from calib.layers import family_of
 from calib.model import check_finite, load_hf, resolve_model
 from calib.plan import CalibrationPlan, KvChoice, check_disk, make_plan
@@ -217,8 +217,9 @@ class _Stage:
         from calib import layerwise  # modelopt takes seconds to import: the bf16 recipe runs without it
         family = family_of(self.source.config, str(self.source.path))
         recipe = self.plan.recipe
-        store = LayerStore(self.work / "layers", self.key)
-        work = LayerWork(self.plan, self.source, family, self.plan.schemes, self.batches, store, self.report)
+        work = LayerWork(self.plan, self.source, family, self.plan.schemes, self.batches,
+                         LayerStore(self.work / "layers", self.key), LayerStore(self.work / "trials", self.key),
+                         self.report)
         choose = self._choose_tokens() if len(recipe.alphas) > 1 else self.batches[0]
         record = layerwise.calibrate_layers(work, choose, self.memory)
         outcome = _Outcome(work.schemes, record, layerwise.look(work, self.tokenizer))

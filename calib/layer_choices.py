@@ -24,19 +24,19 @@ def choose_alpha(work: LayerWork, choose: torch.Tensor, measure: Measure) -> flo
     alphas = sorted(work.plan.recipe.alphas)
     trials = list(choose.split(SCORED_ROWS)) if len(alphas) > 1 else []
     layers = range(work.plan.num_layers)
-    if not all(work.store.has("statistics", layer) for layer in layers):
-        work.embed("statistics", work.batches, rounded=False)
+    if not work.trials.has("statistics", 0):
+        work.embed(work.trials, "statistics", work.batches, rounded=False)
         for alpha in alphas:
-            work.embed(_stream(alpha), trials, rounded=True)
+            work.embed(work.trials, _stream(alpha), trials, rounded=True)
     for layer in layers:
-        if not work.store.has("statistics", layer):
+        if not work.trials.has("statistics", layer):
             _collect(work, layer, alphas, len(trials))
-        work.store.drop_hidden(layer)
+        work.trials.drop_hidden(layer)
     losses: dict[float, float] = {}
     for index, alpha in enumerate(alphas if trials else []):
         work.report(Progress("choose smoothing", index, len(alphas), "strength"))
         losses[alpha] = measure(f"alpha {alpha:g}", lambda alpha=alpha: _loss(work, alpha, trials))  # type: ignore[misc]
-    work.store.drop_hidden(work.plan.num_layers)
+    work.trials.drop_hidden(work.plan.num_layers)
     return min(alphas, key=lambda alpha: losses.get(alpha, 0.0))
 
 
@@ -48,23 +48,23 @@ def _collect(work: LayerWork, layer: int, alphas: list[float], trials: int) -> N
     report, relay = work.within("smoothing statistics", layer), Relay()
     model = work.model(layer, relay)
     smoother = work.smoother(model, layer)
-    data = LayerBatches(work.store, layer, "statistics", len(work.batches))
+    data = LayerBatches(work.trials, layer, "statistics", len(work.batches))
     relay.to = data.take
     smoother.collect(data, report)
     for alpha in alphas if trials else []:
-        rows = LayerBatches(work.store, layer, _stream(alpha), trials)
+        rows = LayerBatches(work.trials, layer, _stream(alpha), trials)
         smoother.apply(alpha)
         relay.to = rows.take
         with smoother.measured(), torch.inference_mode():
             for hidden in rows:
                 model.model(hidden, use_cache=False)
-    work.store.put("statistics", layer, smoother.amax)
+    work.trials.put("statistics", layer, smoother.amax)
 
 
 def _loss(work: LayerWork, alpha: float, trials: list[torch.Tensor]) -> float:
     """Mean negative log-likelihood, nats per token, of the trial rows whose hidden states the last layer gave."""
     head = head_model(work.source.path, work.family, work.source.shards, rounded=True)
-    passed = LayerBatches(work.store, work.plan.num_layers, _stream(alpha), len(trials))
+    passed = LayerBatches(work.trials, work.plan.num_layers, _stream(alpha), len(trials))
     total, count = 0.0, 0
     with torch.inference_mode():
         for ids, hidden in zip(trials, passed, strict=True):

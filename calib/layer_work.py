@@ -32,7 +32,10 @@ class Relay:
 
 @dataclass(slots=True)
 class LayerWork:
-    """``batches`` are token ids [b, s]; ``schemes`` what is really quantized (the plan's, less protected layers)."""
+    """``batches`` are token ids [b, s]; ``schemes`` what is really quantized (the plan's, less protected layers).
+
+    ``trials`` keeps what measured choices need, ``store`` the calibration itself.
+    """
 
     plan: CalibrationPlan
     source: QuantizedCheckpoint
@@ -40,6 +43,7 @@ class LayerWork:
     schemes: dict[str, Scheme]
     batches: list[torch.Tensor]
     store: LayerStore
+    trials: LayerStore
     report: Report
 
     def model(self, layer: int, sink: Sink) -> Any:
@@ -64,12 +68,12 @@ class LayerWork:
             "attentions": tuple(name for name in self.plan.attentions if name.startswith(prefix)),
             "modules": tuple(module for module in self.plan.modules if module.name.startswith(prefix))})
 
-    def embed(self, stream: str, batches: Sequence[torch.Tensor], *, rounded: bool) -> None:
+    def embed(self, store: LayerStore, stream: str, batches: Sequence[torch.Tensor], *, rounded: bool) -> None:
         """What layer 0 reads of a stream, where it does not lie there yet. ``rounded``: of the embedding in bf16."""
         for index, ids in enumerate(batches):
-            if not self.store.has_hidden(stream, 0, index):
-                self.store.put_hidden(stream, 0, index, embedded(self.source.path, self.family, self.source.shards, ids,
-                                                                 rounded=rounded))
+            if not store.has_hidden(stream, 0, index):
+                store.put_hidden(stream, 0, index, embedded(self.source.path, self.family, self.source.shards, ids,
+                                                            rounded=rounded))
 
     def within(self, stage: str, layer: int) -> Report:
         """Says that a layer begins; a listener for the steps inside it."""

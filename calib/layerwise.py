@@ -53,9 +53,9 @@ def calibrate_layers(work: LayerWork, choose: torch.Tensor, measure: methods.Mea
     if smooth:
         record["alpha"] = choose_alpha(work, choose, measure)
     if not work.store.has("layer", 0):
-        work.embed("data", work.batches, rounded=smooth)
-        work.embed("before", [_row(work)], rounded=False)
-        work.embed("after", [_row(work)], rounded=True)
+        work.embed(work.store, "data", work.batches, rounded=smooth)
+        work.embed(work.store, "before", [_row(work)], rounded=False)
+        work.embed(work.store, "after", [_row(work)], rounded=True)
     for layer in range(work.plan.num_layers):
         if not work.store.has("layer", layer):
             _calibrate(work, layer, record.get("alpha"))
@@ -79,7 +79,7 @@ def _calibrate(work: LayerWork, layer: int, alpha: float | None) -> None:
         methods.find_scales(model, plan, schemes, data, report, work.family)
     else:
         smoother = work.smoother(model, layer)
-        smoother.adopt({name: work.store.get("statistics", layer, name).clone() for name in schemes})
+        smoother.adopt({name: work.trials.get("statistics", layer, name).clone() for name in schemes})
         smoother.apply(alpha)
         smoother.finish(data, report)
     _check_coverage(model, schemes)

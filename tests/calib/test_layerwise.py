@@ -1,9 +1,20 @@
 """Layer by layer gives the whole pass's checkpoint, bit for bit; killed anywhere, it goes on to the same digest."""
 
+import itertools
+import multiprocessing
+import os
+import signal
+
 import pytest
+import torch
 from tiny_llamas import tiny_llama
 
+from calib import layer_store, layer_work
 from calib.calibrate import quantize
+from calib.errors import CalibError
+from calib.formats.compressed_tensors import CompressedTensorsLayout
+from calib.formats.hf import write_shards
+from calib.model import load_hf
 from calib.recipe import load_recipe
 
 CASES = [("fp8", "bf16"), ("fp8", "fp8"), ("bf16", "fp8"), ("int8", "bf16"), ("int8", "fp8"), ("int4_awq", "bf16"),
@@ -23,3 +34,91 @@ def test_layer_by_layer_is_the_whole_pass(deeper, calibration, choose, tmp_path,
                      for one in made)
     assert layers == whole
     assert made[0].digest == made[1].digest
+
+
+def _killed_at(save, when, model, recipe, calibration, choose, out):
+    """In a process of its own: quantize, and die by SIGKILL at the ``save``-th write, before or after its rename."""
+    writes, save_one = itertools.count(1), layer_store._save
+
+    def deadly(path, tensors):
+        last = next(writes) == save
+        if last and when == "before":
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.with_name(f".{path.name}.1.tmp").write_bytes(b"half")
+            os.kill(os.getpid(), signal.SIGKILL)
+        save_one(path, tensors)
+        if last:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    layer_store._save = deadly
+    quantize(model, recipe, out, kv_cache="fp8", calibration=calibration, choose_texts=choose, layerwise="on")
+
+
+def _killed_while_writing(model, recipe, calibration, choose, out):
+    def deadly(*args):
+        os.kill(os.getpid(), signal.SIGKILL)
+    CompressedTensorsLayout.write = deadly
+    quantize(model, recipe, out, kv_cache="fp8", calibration=calibration, choose_texts=choose, layerwise="on")
+
+
+def _dies(target, *args):
+    process = multiprocessing.get_context("fork").Process(target=target, args=args)
+    process.start()
+    process.join(240)
+    assert process.exitcode == -signal.SIGKILL
+
+
+def test_killed_anywhere_it_goes_on_to_the_same_digest(deeper, calibration, choose, tmp_path, monkeypatch):
+    recipe = load_recipe("int8")  # both phases: statistics with three streams, then layers with a KV pass
+    out, alone = tmp_path / "out", quantize(deeper, recipe, tmp_path / "alone", kv_cache="fp8", calibration=calibration,
+                                            choose_texts=choose, layerwise="on")
+    for save, when in ((2, "before"), (9, "after"), (5, "before"), (12, "before"), (4, "after"), (6, "before")):
+        _dies(_killed_at, save, when, deeper, recipe, calibration, choose, out)
+        assert not out.exists()
+    _dies(_killed_while_writing, deeper, recipe, calibration, choose, out)
+    models = []
+    monkeypatch.setattr(layer_work, "one_layer", lambda *args: models.append(args))  # every layer is done: none is made
+    made = quantize(deeper, recipe, out, kv_cache="fp8", calibration=calibration, choose_texts=choose, layerwise="on")
+    assert made.digest == alone.digest
+    assert not models
+    assert not (tmp_path / ".out.work").exists()
+
+
+def test_work_of_other_inputs_is_not_taken(deeper, calibration, choose, tmp_path):
+    out = tmp_path / "out"
+    _dies(_killed_at, 12, "after", deeper, load_recipe("fp8"), calibration, choose, out)
+    made = quantize(deeper, load_recipe("int4_awq"), out, calibration=calibration, layerwise="on")
+    again = quantize(deeper, load_recipe("int4_awq"), tmp_path / "again", calibration=calibration, layerwise="off")
+    assert made.digest == again.digest
+
+
+def test_progress_names_the_layer(deeper, calibration, tmp_path):
+    events = []
+    quantize(deeper, load_recipe("fp8"), tmp_path / "out", calibration=calibration, layerwise="on",
+             report=events.append)
+    layers = [event for event in events if event.stage == "calibrate layers"]
+    assert [event.message for event in layers if ":" not in event.message] == [f"layer {n} of 3" for n in (1, 2, 3)]
+    assert {event.total for event in layers} == {3}
+
+
+def test_a_nan_in_a_later_layer_is_named(calibration, tmp_path):
+    folder = tiny_llama(tmp_path / "m", num_hidden_layers=3)
+    tensors = {name: tensor for name, tensor in load_hf(folder, torch.bfloat16).state_dict().items()
+               if name != "lm_head.weight"}
+    tensors["model.layers.2.mlp.up_proj.weight"][3, 5] = float("nan")
+    write_shards(folder, tensors.items())
+    with pytest.raises(CalibError, match=r"model\.layers\.2\.mlp\.up_proj\.weight holds NaN"):
+        quantize(folder, load_recipe("fp8"), tmp_path / "out", calibration=calibration, layerwise="on")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("changes", [{"attention_bias": True, "mlp_bias": True}, {"tie_word_embeddings": False},
+                                     {"num_key_value_heads": 4, "rope_parameters": {
+                                         "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0,
+                                         "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+                                         "original_max_position_embeddings": 64}}])
+def test_other_shapes_of_the_family(calibration, choose, tmp_path, changes):
+    folder = tiny_llama(tmp_path / "m", **changes)
+    made = [quantize(folder, load_recipe("int8"), tmp_path / how, calibration=calibration, choose_texts=choose,
+                     layerwise=how).digest for how in ("off", "on")]
+    assert made[0] == made[1]
