@@ -20,8 +20,10 @@ import torch
 
 from calib.artifact import MANIFEST, Artifact, canonical_json, file_sha256, sha256_hex
 from calib.errors import CalibError, UnknownNameError
+from calib.formats.awq import AwqLayout
 from calib.formats.compressed_tensors import CompressedTensorsLayout
 from calib.formats.gguf import SOURCE_FILE
+from calib.formats.gptq import GptqLayout
 from calib.formats.hf import HFLayout, Shards, read_json
 from calib.formats.modelopt import ModeloptLayout
 from calib.scheme import Grid, Scheme
@@ -48,7 +50,8 @@ class Layout(Protocol):
 
 #: Layouts by ``quantization_config.quant_method``; None is an unquantized folder.
 LAYOUTS: dict[str | None, Layout] = {None: HFLayout(), "modelopt": ModeloptLayout(),
-                                     "compressed-tensors": CompressedTensorsLayout()}
+                                     "compressed-tensors": CompressedTensorsLayout(), "awq": AwqLayout(),
+                                     "gptq": GptqLayout()}
 
 
 def quantization_of(folder: Path, config: dict[str, Any]) -> dict[str, Any] | None:

@@ -30,6 +30,12 @@ class ToolkitError(Exception):
         return f"{self.message}\n{self.hint}" if self.hint else self.message
 
 
+def shown(value: object, most: int = 80) -> str:
+    """A value as a message shows it: its repr, cut where it would fill the screen."""
+    written = repr(value)
+    return written if len(written) <= most else f"{written[:most]}..."
+
+
 class ArtifactError(ToolkitError):
     """A folder that is not the artifact it should be: missing, half-written, changed, or of another kind."""
 
@@ -41,6 +47,12 @@ class CalibError(ToolkitError):
     """Something in calibration cannot be done, or was done and came out wrong."""
 
     code = "calibration"
+
+
+class CalibrationDataError(CalibError):
+    """A module saw no data, or its scale is not a positive finite number."""
+
+    code = "calibration_data"
 
 
 class UnknownNameError(ToolkitError):

@@ -1,74 +1,72 @@
-"""Estimates of a calibration: memory, time, disk; and who will load what comes out.
+"""How much memory a calibration takes, and what this machine has. (Time is measured: ``calib/rehearsal.py``.)
 
-The time is floating-point work divided by this machine's speed, measured on the spot with one small product, because a
-laptop and a server differ by a hundred. What other runtimes load was read in their sources (versions of mid-2026).
+What is counted is anonymous memory: weights that are computed with, activations, and what is being written. The whole
+pass holds every weight in float32; layer by layer it is one layer, one batch's activations and a shard.
 """
 
 from __future__ import annotations
 
-import math
 import shutil
-import time
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from calib.recipe import LayoutName, Recipe
-from calib.scheme import Frozen, Grid
+from calib.dataset import BATCH_ROWS
+from calib.formats.hf import SHARD_BYTES
+from calib.recipe import Recipe
+from calib.scheme import Frozen
 
 MIB = 1024**2
-#: Python, torch, transformers and modelopt before any weight; seen 0.9 GiB.
-_BASE_BYTES = 1024 * MIB
+#: Share of the memory that is free now which a whole pass may take; above it, calibration goes layer by layer.
+_SHARE = 0.6
+_SCORED_ROWS, _SCORED_LENGTH = 4, 256
 
 
-class Loader(Frozen):
-    """Whether a runtime loads the result. From reading its source, unless the note says it was run."""
+class Sizes(Frozen):
+    """What memory depends on. Counts of elements, except ``result_bytes``."""
 
-    runtime: str
-    loads: bool
-    note: str = ""
+    parameters: int
+    layer_parameters: int
+    largest: int
+    hidden: int
+    inter: int
+    vocab: int
+    layers: int
+    result_bytes: int
 
 
-def memory_bytes(config: dict[str, Any], parameters: int, recipe: Recipe, length: int) -> int:
-    """fp32 weights, one batch of activations with logits, and the result that is being written."""
+def activation_bytes(sizes: Sizes, length: int) -> int:
+    """One batch inside a layer, float32: hidden states, attention and MLP."""
+    return 4 * BATCH_ROWS * length * (6 * sizes.hidden + 3 * sizes.inter)
+
+
+def working_bytes(sizes: Sizes, recipe: Recipe, length: int, *, layerwise: bool) -> int:
+    """Anonymous memory above what the libraries take."""
     if recipe.method == "none":
-        return _BASE_BYTES + 2 * parameters
-    tokens = 8 * length
-    activations = 4 * tokens * (6 * config["hidden_size"] + 3 * config["intermediate_size"])
-    logits = 2 * 4 * 4 * length * config["vocab_size"]
-    return _BASE_BYTES + 4 * parameters + 2 * parameters + activations + logits
+        return min(2 * sizes.parameters, SHARD_BYTES)
+    measured = len(recipe.alphas) > 1 or recipe.protect > 0
+    rows = 1 if layerwise or not measured else _SCORED_ROWS
+    logits = 3 * 4 * rows * (_SCORED_LENGTH if measured else length) * sizes.vocab
+    scratch = 4 * 4 * sizes.largest
+    written = min(sizes.result_bytes, SHARD_BYTES)
+    weights = 4 * (sizes.layer_parameters if layerwise else sizes.parameters)
+    return max(weights + activation_bytes(sizes, length) + scratch, weights + logits, weights + written)
 
 
-def _passes(recipe: Recipe, kv: Grid, length: int) -> float:
-    """How many tokens go through every linear."""
-    tokens = float(recipe.rows * length if recipe.calibrates_activations or kv.quantized else 0)
-    if recipe.method == "awq_lite":
-        steps = round(1 / (recipe.alpha_step or 1.0)) + 1
-        tokens *= 2 + steps
-    if len(recipe.alphas) > 1:
-        tokens += len(recipe.alphas) * recipe.choose_tokens
-    return tokens
+def available_bytes() -> int | None:
+    """Memory that a new process could take now (the machine's, or its control group's); None where nobody says."""
+    info = Path("/proc/meminfo")
+    if not info.is_file():
+        return None
+    free = next(int(line.split()[1]) * 1024 for line in info.read_text().splitlines() if line.startswith("MemAvail"))
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.is_file() and used.is_file() and limit.read_text().strip().isdigit():
+        free = min(free, max(0, int(limit.read_text()) - int(used.read_text())))
+    return free
 
 
-def seconds(shapes: dict[str, tuple[int, int]], parameters: int, recipe: Recipe, kv: Grid, length: int,
-            num_layers: int) -> float:
-    """Floating-point work at the speed of this machine, measured now on one product, plus loading and writing."""
-    tokens = _passes(recipe, kv, length) + (recipe.protect > 0) * num_layers * recipe.choose_tokens
-    work = 2.0 * tokens * sum(rows * columns for rows, columns in shapes.values())
-    loading = parameters * 6 / 300e6
-    return round(loading + (8.0 if tokens else 1.0) + 1.5 * work / _flops_per_second(), 1)
-
-
-def _flops_per_second() -> float:
-    left, right = torch.ones(512, 768), torch.ones(768, 768)
-    torch.mm(left, right)
-    best = math.inf
-    for _ in range(3):
-        start = time.perf_counter()
-        torch.mm(left, right)
-        best = min(best, time.perf_counter() - start)
-    return 2.0 * 512 * 768 * 768 / best
+def memory_bound(asked: int | None) -> int | None:
+    """The bound above which calibration goes layer by layer: what was asked, or a share of what is free."""
+    free = available_bytes()
+    return asked if asked is not None else None if free is None else int(_SHARE * free)
 
 
 def free_bytes(out: Path) -> int:
@@ -77,28 +75,3 @@ def free_bytes(out: Path) -> int:
     while not place.exists():
         place = place.parent
     return shutil.disk_usage(place).free
-
-
-def loaders(layout: LayoutName, dtype: str) -> tuple[Loader, ...]:
-    """Who loads a checkpoint of ``layout`` whose weights are ``dtype``."""
-    source = "by its source, not run"
-    rows: dict[tuple[str, str], dict[str, tuple[bool, str]]] = {
-        ("modelopt", "fp8_e4m3"): {"vLLM": (True, source), "SGLang": (True, source), "TensorRT-LLM": (True, source)},
-        ("modelopt", "int4"): {"vLLM": (False, "refuses modelopt W4A16_AWQ"), "SGLang": (False, "no loader"),
-                               "TensorRT-LLM": (True, source)},
-        ("compressed-tensors", "int8"): {"vLLM": (True, source), "SGLang": (True, source),
-                                         "TensorRT-LLM": (False, "takes int8 for fp8")},
-        ("compressed-tensors", "int4"): {"vLLM": (True, source), "SGLang": (True, source),
-                                         "TensorRT-LLM": (False, "no int4 branch")},
-        ("compressed-tensors", "fp8_e4m3"): {"vLLM": (True, source), "SGLang": (True, source),
-                                             "TensorRT-LLM": (False, "per-tensor static raises")},
-        ("compressed-tensors", "bf16"): {"vLLM": (True, source), "SGLang": (False, "not verified"),
-                                         "TensorRT-LLM": (False, "not verified")},
-        ("hf", "bf16"): dict.fromkeys(("transformers", "vLLM", "SGLang", "TensorRT-LLM"), (True, source))}
-    found = rows[layout, dtype]
-    plain = Loader(runtime="transformers", loads=layout == "hf", note="" if layout == "hf" else
-                   "modelopt exports load silently wrong" if layout == "modelopt" else
-                   "needs the compressed-tensors package, not run")
-    return (Loader(runtime="this toolkit", loads=True, note="tested"), plain,
-            *(Loader(runtime=name, loads=loads, note=note) for name, (loads, note) in found.items()
-              if name != "transformers"))

@@ -7,6 +7,7 @@ the whole code range for weights. All arithmetic is float32.
 from __future__ import annotations
 
 import torch
+from torch.nn import functional
 
 from calib.scheme import CODE_MAX, Grid
 
@@ -41,23 +42,52 @@ def dequantize_weight(grid: Grid, codes: torch.Tensor, scale: torch.Tensor, zero
     return values * expand_scale(grid, scale.float(), shape, group_index)
 
 
-def quantize_weight(grid: Grid, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Codes of a symmetric grid: int8 (also for int4, unpacked) or float8_e4m3fn, [out, in]."""
-    scaled = weight.float() / expand_scale(grid, scale.float(), tuple(weight.shape))
+def code_range(grid: Grid) -> tuple[int, int]:
+    """Smallest and largest code of an integer weight grid; asymmetric codes begin at 0."""
+    low, high = _INT_RANGE[grid.dtype]
+    return (low, high) if grid.symmetric else (0, high - low)
+
+
+def quantize_weight(grid: Grid, weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None = None,
+                    group_index: torch.Tensor | None = None) -> torch.Tensor:
+    """Codes [out, in]: int8 (also for int4, unpacked) or float8_e4m3fn. ``zero`` (whole numbers) is added to them."""
+    shape = tuple(weight.shape)
+    scaled = weight.float() / expand_scale(grid, scale.float(), shape, group_index)
     if grid.dtype == "fp8_e4m3":
         return scaled.clamp(-CODE_MAX[grid.dtype], CODE_MAX[grid.dtype]).to(torch.float8_e4m3fn)
-    low, high = _INT_RANGE[grid.dtype]
-    return scaled.round().clamp(low, high).to(torch.int8)
+    codes = scaled.round()
+    if zero is not None:
+        codes = codes + expand_scale(grid, zero.float(), shape, group_index)
+    return codes.clamp(*code_range(grid)).to(torch.int8)
+
+
+def amax_scale(grid: Grid, weight: torch.Tensor) -> torch.Tensor:
+    """f32 scale of a symmetric grid from the largest magnitudes; a part of zeros has the scale 1."""
+    rows, columns = weight.shape
+    kind, magnitudes = grid.granularity, weight.detach().float().abs()
+    if kind.kind == "tensor":
+        amax = magnitudes.amax()
+    elif kind.kind == "channel":
+        amax = magnitudes.amax(1)
+    elif kind.kind == "group":
+        amax = functional.pad(magnitudes, (0, -columns % kind.size)).unflatten(1, (-1, kind.size)).amax(2)
+    elif kind.kind == "block":
+        padded = functional.pad(magnitudes, (0, -columns % kind.cols, 0, -rows % kind.rows))
+        amax = padded.unflatten(1, (-1, kind.cols)).unflatten(0, (-1, kind.rows)).amax((1, 3))
+    else:
+        raise ValueError(f"a weight cannot be scaled per {kind.kind}")
+    return torch.where(amax > 0, amax / CODE_MAX[grid.dtype], torch.ones_like(amax))
 
 
 def fake_quantize(grid: Grid, values: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     """Round ``values`` [..., n] to ``grid`` and back, float32. ``scale`` [] for a static grid, None for a dynamic one.
 
-    Dynamic scales are amax/max over the whole last axis (token) or over groups of it.
+    Dynamic scales are amax/max over the whole last axis (token) or over groups of it, of which the last may be smaller.
     """
     shape = values.shape
     if grid.granularity.kind == "group":
-        values = values.reshape(*shape[:-1], -1, grid.granularity.size)
+        size = grid.granularity.size
+        values = functional.pad(values, (0, -shape[-1] % size)).unflatten(-1, (-1, size))
     limit = CODE_MAX[grid.dtype]
     if grid.dynamic:
         over = tuple(range(values.dim())) if grid.granularity.kind == "tensor" else -1
@@ -67,4 +97,5 @@ def fake_quantize(grid: Grid, values: torch.Tensor, scale: torch.Tensor | None) 
         raise ValueError(f"a static grid {grid} needs a scale")
     scaled = (values / scale).clamp(-limit, limit)
     rounded = scaled.to(torch.float8_e4m3fn).float() if grid.dtype == "fp8_e4m3" else scaled.round()
-    return (rounded * scale).reshape(shape)
+    rounded = rounded * scale
+    return rounded.flatten(-2)[..., :shape[-1]] if grid.granularity.kind == "group" else rounded

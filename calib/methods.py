@@ -54,8 +54,9 @@ def find_scales(model: nn.Module, plan: CalibrationPlan, schemes: dict[str, Sche
 
 def run_max(model: nn.Module, plan: CalibrationPlan, schemes: dict[str, Scheme], batches: Sequence[torch.Tensor],
             report: Report) -> None:
-    """Scale = largest magnitude seen. Also the way to an fp8 KV cache beside bf16 weights."""
-    quantizer.attach(model, schemes, plan.attentions, plan.kv, batches, report)
+    """Scale = largest magnitude. Also the way to a quantized KV cache beside bf16 weights. Data only where needed."""
+    needed = batches if plan.recipe.calibrates_activations or plan.kv.quantized else ()
+    quantizer.attach(model, schemes, plan.attentions, plan.kv, needed, report)
     quantizer.check_scales(model, schemes, plan.attentions, plan.kv)
     round_unquantized(model, schemes)
     quantizer.project_weights(model, schemes)
@@ -121,7 +122,7 @@ def choose_protected(model: nn.Module, plan: CalibrationPlan, family: Family, ch
 
     Measured with plain rounding on the recipe's grids, before any search; attaches quantizers to ``model``.
     """
-    schemes = plan.schemes
+    schemes = plan.layer_schemes
     quantizer.attach(model, schemes, plan.attentions, BF16, batches, silent)
     losses = []
     for layer in range(plan.num_layers):

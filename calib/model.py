@@ -12,17 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 from calib.checkpoint import QuantizedCheckpoint
 from calib.errors import ENVIRONMENT, CalibError
 from calib.formats import gguf
 from calib.formats.hf import Shards, read_json, without_progress_bars
 from calib.grids import dequantize_weight, fake_quantize
+from calib.kv import FAKE_KV
 from calib.layers import family_of
+from calib.scheme import Grid, Scheme
 
 
 class ModelNotFoundError(CalibError):
@@ -119,7 +119,7 @@ def load_model(checkpoint: QuantizedCheckpoint) -> PreTrainedModel:
     It shares no code with modelopt and none with the engines, and so can judge both.
     """
     config = AutoConfig.for_model(**checkpoint.config)
-    config._attn_implementation = _FAKE_KV if checkpoint.kv.quantized else "sdpa"
+    config._attn_implementation = FAKE_KV if checkpoint.kv.quantized else "sdpa"
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.tie_weights()
@@ -130,20 +130,22 @@ def load_model(checkpoint: QuantizedCheckpoint) -> PreTrainedModel:
     unset = set(dict(model.named_parameters()))
     with torch.no_grad():
         for module, tensors in held.items():
-            unset -= _place(model, module, tensors, checkpoint)
+            unset -= place_module(model, module, tensors, checkpoint.schemes.get(module), checkpoint.kv)
     if unset:
         raise CalibError(f"{checkpoint.path} has no tensor {min(unset)}", "The checkpoint is incomplete.")
     return model.eval()
 
 
-def _place(model: PreTrainedModel, module: str, tensors: dict[str, torch.Tensor], checkpoint: QuantizedCheckpoint
-           ) -> set[str]:
-    """Put one module's tensors in place; the names of the parameters that were set."""
+def place_module(model: torch.nn.Module, module: str, tensors: dict[str, torch.Tensor], scheme: Scheme | None, kv: Grid
+                 ) -> set[str]:
+    """Put one module's canonical tensors in place, its weight dequantized and its input fake-quantized by ``scheme``.
+
+    An attention module takes its ``k_scale`` and ``v_scale``. Returns the names of the parameters that were set.
+    """
     target: Any = model.get_submodule(module)
     if "k_scale" in tensors:
-        target.kv_grid, target.k_scale, target.v_scale = checkpoint.kv, tensors["k_scale"], tensors["v_scale"]
+        target.kv_grid, target.k_scale, target.v_scale = kv, tensors["k_scale"], tensors["v_scale"]
         return set()
-    scheme = checkpoint.schemes.get(module)
     values = dict(tensors)
     if scheme is not None:
         values = {leaf: tensor for leaf, tensor in tensors.items() if leaf == "bias"}
@@ -155,21 +157,8 @@ def _place(model: PreTrainedModel, module: str, tensors: dict[str, torch.Tensor]
             x = args[0] if pre is None else args[0] * pre
             return (x if grid is None else fake_quantize(grid, x, scale), *args[1:])
 
-        target.register_forward_pre_hook(prepare)
+        if pre is not None or grid is not None:
+            target.register_forward_pre_hook(prepare)
     for leaf, value in values.items():
         getattr(target, leaf).copy_(value)
     return {f"{module}.{leaf}" for leaf in values}
-
-
-_FAKE_KV = "toolkit_fake_kv"
-
-
-def _fake_kv_attention(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any,
-                       **kwargs: Any) -> Any:
-    """Scaled-dot-product attention over keys (after RoPE) and values that were rounded to the KV grid."""
-    return sdpa_attention_forward(module, query, fake_quantize(module.kv_grid, key, module.k_scale),
-                                  fake_quantize(module.kv_grid, value, module.v_scale), *args, **kwargs)
-
-
-AttentionInterface.register(_FAKE_KV, _fake_kv_attention)
-AttentionMaskInterface.register(_FAKE_KV, sdpa_mask)

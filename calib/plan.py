@@ -16,16 +16,19 @@ from calib.checkpoint import QuantizedCheckpoint
 from calib.errors import ENVIRONMENT, CalibError
 from calib.estimates import MIB, Loader, free_bytes, loaders, memory_bytes, seconds
 from calib.formats.hf import MissingWeightsError
-from calib.layers import Family, attention_modules, family_of, planned_linears, scale_shape
+from calib.hardware import obstacle
+from calib.head import HEAD
+from calib.layers import Family, attention_modules, family_of, planned_linears
 from calib.model import resolve_model, source_grid_of
 from calib.recipe import LayoutName, Recipe
-from calib.scheme import BF16, BITS, Frozen, Grid, Scheme
+from calib.scheme import BF16, Frozen, Grid, Scheme
+from calib.sizes import module_bytes
 from calib.text import Tokenizer, check_vocabulary
 
-KvChoice = Literal["bf16", "fp8"]
-KV_GRIDS: dict[str, Grid] = {"bf16": BF16, "fp8": Grid(dtype="fp8_e4m3")}
+KvChoice = Literal["bf16", "fp8", "int8"]
+KV_GRIDS: dict[str, Grid] = {"bf16": BF16, "fp8": Grid(dtype="fp8_e4m3"), "int8": Grid(dtype="int8")}
 #: Modules that no recipe touches, and why.
-_LEFT = {"lm_head": "output head: few runtimes load it quantized, and its error goes straight into the logits",
+_LEFT = {HEAD: "output head: few runtimes load it quantized, and its error goes straight into the logits",
          "model.embed_tokens": "embedding: a lookup, nothing is multiplied",
          "model.norm": "norm"}
 
@@ -75,6 +78,11 @@ class CalibrationPlan(Frozen):
         return {module.name: module.scheme for module in self.modules if module.scheme is not None}
 
     @property
+    def layer_schemes(self) -> dict[str, Scheme]:
+        """``schemes`` without the output head, which no method but its own touches (``calib.head``)."""
+        return {name: scheme for name, scheme in self.schemes.items() if name != HEAD}
+
+    @property
     def left(self) -> dict[str, str]:
         """Module name -> why it stays in bf16."""
         return {module.name: module.reason for module in self.modules if module.scheme is None}
@@ -98,11 +106,11 @@ def make_plan(model: str | Path, recipe: Recipe, kv_cache: KvChoice = "bf16", *,
     shapes = _linear_shapes(source, family)
     group = _group_size(recipe, shapes)
     kv = _kv_grid(kv_cache)
-    modules = (*_matched(recipe, shapes, group, kv), *_others(source, config))
+    modules = (*_matched(recipe, shapes, group, kv), *_others(source, config, recipe, kv))
     _check_fused(family, modules, config["num_hidden_layers"])
-    layout: LayoutName = "compressed-tensors" if recipe.method == "none" and kv.quantized else recipe.layout
+    layout = _layout(recipe, kv)
     tied = bool(config.get("tie_word_embeddings", False))
-    size = _result_bytes(source, modules, tied)
+    size = _result_bytes(source, modules, tied, layout)
     parameters = sum(math.prod(meta.shape) for meta in source.shards.values())
     grid = source_grid_of(folder)
     return CalibrationPlan(
@@ -111,9 +119,10 @@ def make_plan(model: str | Path, recipe: Recipe, kv_cache: KvChoice = "bf16", *,
         attentions=tuple(attention_modules(family, config["num_hidden_layers"])), source_grid=grid, layout=layout,
         size_bytes=size, bf16_bytes=2 * parameters, disk_free_bytes=None if out is None else free_bytes(out),
         memory_bytes=memory_bytes(config, parameters, recipe, length),
-        loaders=loaders(layout, next((module.scheme.weight.dtype for module in modules if module.scheme), "bf16")),
+        loaders=loaders(layout, next((module.scheme.weight.dtype for module in modules if module.scheme), "bf16"),
+                        recipe.activation_grid(group)),
         seconds=seconds(shapes, parameters, recipe, kv, length, config["num_hidden_layers"]),
-        warnings=_warnings(recipe, group, grid))
+        warnings=_warnings(recipe, group, grid, modules, tied))
 
 
 def check_disk(plan: CalibrationPlan) -> None:
@@ -122,6 +131,11 @@ def check_disk(plan: CalibrationPlan) -> None:
     if plan.disk_free_bytes is not None and plan.disk_free_bytes < needed:
         raise DiskSpaceError(f"the checkpoint needs {needed // MIB} MiB, {plan.disk_free_bytes // MIB} MiB are free",
                              "Free disk space or choose another folder.")
+
+
+def _layout(recipe: Recipe, kv: Grid) -> LayoutName:
+    """Layouts that have no word for a KV cache give way to compressed-tensors, which has."""
+    return "compressed-tensors" if kv.quantized and recipe.layout in ("hf", "awq", "gptq") else recipe.layout
 
 
 def _kv_grid(choice: str) -> Grid:
@@ -140,100 +154,40 @@ def _linear_shapes(source: QuantizedCheckpoint, family: Family) -> dict[str, tup
     return shapes
 
 
-def _kept(recipe: Recipe, names: list[str]) -> dict[str, str]:
-    """Module -> the pattern of ``keep`` that matched it. A pattern without effect is an error."""
-    kept: dict[str, str] = {}
-    for pattern in recipe.keep:
-        hits = fnmatch.filter(names, pattern)
-        if not hits:
-            raise CalibError(f"recipe {recipe.name}: keep pattern {pattern!r} matches no module",
-                             f"Modules are named like {names[0]}.")
-        kept |= dict.fromkeys(hits, pattern)
-    return kept
-
-
-def _group_size(recipe: Recipe, shapes: dict[str, tuple[int, int]]) -> int | None:
-    """The first group size that divides every matched module's input."""
-    if not recipe.group_sizes:
-        return None
-    kept = _kept(recipe, list(shapes))
-    matched = {name: shape for name, shape in shapes.items() if name not in kept}
-    for size in recipe.group_sizes:
-        if all(columns % size == 0 for _, columns in matched.values()):
-            return size
-    name, (_, columns) = next(item for item in matched.items() if item[1][1] % recipe.group_sizes[-1])
-    raise CalibError(f"no group size of {', '.join(map(str, recipe.group_sizes))} divides every input: {name} has "
-                     f"{columns} inputs", "Add a smaller size to group_sizes, or put the module on keep.")
-
-
-def _matched(recipe: Recipe, shapes: dict[str, tuple[int, int]], group: int | None, kv: Grid) -> list[ModulePlan]:
-    kept = _kept(recipe, list(shapes))
-    if len(kept) == len(shapes):
-        raise CalibError(f"recipe {recipe.name} keeps every module in bf16", "Use the recipe bf16 for that.")
-    plans = []
-    for name, shape in shapes.items():
-        if recipe.method == "none":
-            plans.append(ModulePlan(name=name, shape=shape, scheme=None, reason=f"recipe {recipe.name} leaves weights"))
-        elif name in kept:
-            plans.append(ModulePlan(name=name, shape=shape, scheme=None, reason=f"keep pattern {kept[name]!r}"))
-        else:
-            folded = recipe.method != "awq_lite" or not name.endswith(("o_proj", "down_proj"))
-            plans.append(ModulePlan(name=name, shape=shape, scheme=Scheme(
-                weight=recipe.weight_grid(group), activation=recipe.activation, kv=kv, pre_quant_scale=not folded)))
-    odd = next((plan for plan in plans if plan.scheme and plan.shape[0] % 2), None)
-    if odd is not None and recipe.weight.dtype == "int4":
-        raise CalibError(f"{odd.name} has {odd.shape[0]} outputs; int4 codes are packed in pairs of outputs",
-                         "Put the module on keep.")
-    return plans
-
-
-def _check_fused(family: Family, modules: tuple[ModulePlan, ...], num_layers: int) -> None:
-    """Readers of one input (q, k, v; gate, up) become one matrix in an engine, so they share a fate."""
-    schemes = {module.name: module.scheme is None for module in modules}
-    for layer in range(num_layers):
-        for names in family.fused:
-            members = [f"{family.layers}.{layer}.{name}" for name in names]
-            if len({schemes[member] for member in members}) > 1:
-                left = next(member for member in members if schemes[member])
-                raise CalibError(f"{left} is kept in bf16, the others that read its input are not",
-                                 f"Keep all of {', '.join(names)} or none.")
-
-
-def _others(source: QuantizedCheckpoint, config: dict[str, Any]) -> list[ModulePlan]:
-    """Matrices outside the decoder layers."""
-    found = []
-    for name in source.shards:
-        module = name.removesuffix(".weight")
-        if module in _LEFT and len(source.shards[name].shape) == 2:
-            shape = source.shards[name].shape
-            found.append(ModulePlan(name=module, shape=(shape[0], shape[1]), scheme=None, reason=_LEFT[module]))
-    if config.get("tie_word_embeddings") and not any(module.name == "lm_head" for module in found):
-        shape = (config["vocab_size"], config["hidden_size"])
-        found.append(ModulePlan(name="lm_head", shape=shape, scheme=None, reason="tied: it is the embedding's matrix"))
-    return found
-
-
-def _result_bytes(source: QuantizedCheckpoint, modules: tuple[ModulePlan, ...], tied: bool) -> int:
+def _result_bytes(source: QuantizedCheckpoint, modules: tuple[ModulePlan, ...], tied: bool, layout: str) -> int:
+    """A tied head has no tensor of its own, unless it is quantized: then there are two matrices."""
     schemes = {module.name: module for module in modules if module.scheme is not None}
-    total = 0
-    for name, meta in source.shards.items():
-        module = schemes.get(name.removesuffix(".weight"))
-        if name == "lm_head.weight" and tied:
-            continue
-        if module is None or module.scheme is None:
-            total += 2 * math.prod(meta.shape)
-            continue
-        grid = module.scheme.weight
-        total += math.prod(meta.shape) * BITS[grid.dtype] // 8 + 4 * math.prod(scale_shape(grid, module.shape))
-        total += 2 * module.shape[1] if module.scheme.pre_quant_scale else 0
-    return total
+    plain = sum(2 * math.prod(meta.shape) for name, meta in source.shards.items()
+                if name.removesuffix(".weight") not in schemes and not (name == f"{HEAD}.weight" and tied))
+    return plain + sum(module_bytes(layout, module.scheme, module.shape) for module in schemes.values()
+                       if module.scheme is not None)
 
 
-def _warnings(recipe: Recipe, group: int | None, source_grid: str | None) -> tuple[str, ...]:
+def _warnings(recipe: Recipe, group: int | None, source_grid: str | None, modules: tuple[ModulePlan, ...],
+              tied: bool) -> tuple[str, ...]:
     found = []
+    if reason := obstacle(recipe):
+        found.append(f"it will be refused here: {reason}")
+    head = next((module for module in modules if module.name == HEAD and module.scheme is not None), None)
+    if head is not None and head.scheme is not None and tied:
+        extra = module_bytes("compressed-tensors", head.scheme, head.shape)
+        found.append(f"the head is untied from the embedding: the checkpoint grows by {extra / 1e6:.1f} MB, "
+                     f"a decode step reads {2 * math.prod(head.shape) / 1e6 - extra / 1e6:.1f} MB less")
+    if recipe.weight.granularity.kind == "block" and (odd := _not_whole_tiles(recipe, modules)):
+        found.append(f"{odd} is not made of whole tiles: vLLM and SGLang refuse that, this toolkit loads it")
     if group is not None and group != recipe.group_sizes[0]:
         found.append(f"group size {group} instead of {recipe.group_sizes[0]}: it divides every input")
     if source_grid is not None:
         found.append(f"the weights were dequantized from {source_grid}: a grid like that one costs nothing on them, "
                      "so low-bit figures flatter")
     return tuple(found)
+
+
+def _not_whole_tiles(recipe: Recipe, modules: tuple[ModulePlan, ...]) -> str:
+    """The first module whose sides the blocks do not divide, with its shape; empty when there is none."""
+    block = recipe.weight.granularity
+    if block.kind != "block":
+        return ""
+    odd = next((module for module in modules if module.scheme is not None and module.name != HEAD and (
+        module.shape[0] % block.rows or module.shape[1] % block.cols)), None)
+    return "" if odd is None else f"{odd.name} {list(odd.shape)}"

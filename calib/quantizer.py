@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from calib.errors import CalibError
+from calib.errors import CalibError, CalibrationDataError
 from calib.layers import scale_shape
 from calib.progress import Progress, Report
 from calib.quantizer_config import activation_attributes, quantizer_config
@@ -35,12 +35,6 @@ with warnings.catch_warnings():  # it warns of every transformers version that i
     from modelopt.torch.export.unified_export_hf import requantize_resmooth_fused_llm_layers
     from modelopt.torch.quantization.config import QuantizerAttributeConfig
     from modelopt.torch.quantization.nn import TensorQuantizer
-
-class CalibrationDataError(CalibError):
-    """A quantizer saw no data, or its scale is not a positive finite number."""
-
-    code = "calibration_data"
-
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
@@ -116,7 +110,7 @@ def input_amax(model: nn.Module, module: str) -> torch.Tensor:
 
 
 def set_activations(model: nn.Module, schemes: Mapping[str, Scheme]) -> None:
-    """Replace channel statistics by the planned (dynamic) activation grids."""
+    """Replace channel statistics by the planned activation grids; a static one still waits for its range."""
     for module, scheme in schemes.items():
         quantizer = _quantizer(model, f"{module}.input_quantizer")
         quantizer.reset_amax()
@@ -124,6 +118,11 @@ def set_activations(model: nn.Module, schemes: Mapping[str, Scheme]) -> None:
             quantizer.disable()
             continue
         quantizer.set_from_attribute_config(QuantizerAttributeConfig(**activation_attributes(scheme.activation)))
+
+
+def set_input_amax(model: nn.Module, module: str, amax: torch.Tensor) -> None:
+    """Give a static activation its range, []."""
+    _quantizer(model, f"{module}.input_quantizer").amax = amax.detach().float().reshape(())
 
 
 def _collect(quantizers: Sequence[TensorQuantizer], run: Callable[[], object]) -> None:

@@ -23,8 +23,9 @@ def _weight_attributes(grid: Grid) -> dict[str, Any]:
 
 
 def activation_attributes(grid: Grid) -> dict[str, Any]:
+    """An activation or KV grid. int8 codes stop at -127 (narrow): beyond a static scale both signs clip alike."""
     if not grid.dynamic:
-        return {"num_bits": _BITS[grid.dtype], "axis": None}
+        return {"num_bits": _BITS[grid.dtype], "axis": None, "narrow_range": grid.dtype == "int8"}
     size = grid.granularity.size if grid.granularity.kind == "group" else None  # None: the whole token
     return {"num_bits": _BITS[grid.dtype], "type": "dynamic", "block_sizes": {-1: size}}
 

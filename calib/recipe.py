@@ -1,25 +1,28 @@
 """Recipe: how a model is quantized, as a short YAML with no hidden defaults from elsewhere.
 
 A recipe names the weight and activation grids, the method that finds the scales, and what is left alone. ``extends``
-starts from another recipe, so a variant is the lines that differ. Unknown keys are refused; settings that would have no
-effect with the chosen method are refused too.
+starts from another recipe, or from several of which the later win, so a variant is the lines that differ; ``explain``
+says which file each value comes from. Unknown keys are refused; settings that would have no effect with the chosen
+method are refused too. What each recipe costs is measured in ``docs/recipes.md``.
 """
 
 from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
-import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from calib.errors import CalibError, UnknownNameError
-from calib.scheme import BF16, Frozen, Grid, PerGroup
+from calib.recipe_rules import check_layout, check_method
+from calib.scheme import BF16, FIXED_GROUPS, Frozen, Grid, PerChannel, PerGroup
+from calib.yaml_text import read_yaml
 
 RECIPES = Path(__file__).parent / "recipes"
-Method = Literal["none", "max", "smooth", "awq_lite"]
-LayoutName = Literal["hf", "modelopt", "compressed-tensors"]
+Method = Literal["none", "max", "smooth", "awq_lite", "awq", "gptq"]
+LayoutName = Literal["hf", "modelopt", "compressed-tensors", "awq", "gptq"]
+DEFAULT = "default"
 
 
 class Recipe(Frozen):
@@ -28,11 +31,15 @@ class Recipe(Frozen):
     ``method``: "none" (weights stay), "max" (scale = largest magnitude), "smooth" (SmoothQuant folded into the previous
     layers, its strength chosen by measured loss among ``alphas``; 0 is no smoothing, then max), "awq_lite"
     (activation-aware scaling searched per linear in steps of ``alpha_step``, then each group clipped to the best of
-    ``clip_ratios`` of its largest value).
+    ``clip_ratios`` of its largest value), "awq" (the scaling searched for all readers of an input together and folded
+    into what makes the input, clipping by the error of the layer's output), "gptq" (rounding errors passed on to the
+    columns that are still to be rounded; ``damping`` of the mean diagonal is added to the Hessian; ``act_order`` takes
+    loud columns first, with groups where they are, "static", or formed in that order, "groups"; then ``clip_ratios``).
     ``group_sizes``: for grouped weights, in order of preference; the first that divides every matched input is taken.
-    ``keep``: fnmatch patterns of modules left in bf16. ``protect``: that many decoder layers are left in bf16 too,
-    chosen by measured loss. ``rows``: calibration sequences used at most. ``choose_tokens``: tokens of ``choose`` text
-    for measured choices.
+    A grouped activation beside grouped weights has their groups. ``keep``: fnmatch patterns of modules left in bf16.
+    ``protect``: that many decoder layers are left in bf16 too, chosen by measured loss. ``lm_head``: quantize the
+    output head too, weight only, one scale per channel; a tied head is untied. ``rows``: calibration sequences used at
+    most. ``choose_tokens``: tokens of ``choose`` text for measured choices. ``seed`` picks the calibration rows.
     """
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9_.-]*$")
@@ -45,47 +52,20 @@ class Recipe(Frozen):
     alphas: tuple[float, ...] = ()
     alpha_step: float | None = Field(default=None, gt=0.0, le=1.0)
     clip_ratios: tuple[float, ...] = ()
+    damping: float | None = Field(default=None, gt=0.0, le=1.0)
+    act_order: Literal["none", "static", "groups"] = "none"
     keep: tuple[str, ...] = ()
     protect: int = Field(default=0, ge=0)
+    lm_head: Literal["fp8", "int8"] | None = None
     rows: int = Field(default=16, gt=0)
     choose_tokens: int = Field(default=2048, ge=64)
+    seed: int = Field(default=0, ge=0)
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
-        if (self.method == "none") != (not self.weight.quantized):
-            raise ValueError(f"method {self.method!r} does not go with {self.weight} weights")
-        if (self.method == "smooth") != bool(self.alphas):
-            raise ValueError("alphas belong to method 'smooth', and it needs them")
-        if (self.method == "awq_lite") != (self.alpha_step is not None):
-            raise ValueError("alpha_step belongs to method 'awq_lite', and it needs it")
-        unfit = any(not 0.0 < ratio <= 1.0 for ratio in self.clip_ratios)
-        if unfit or (self.clip_ratios and self.method != "awq_lite"):
-            raise ValueError("clip_ratios lie in (0, 1] and belong to method 'awq_lite'")
-        if any(not 0.0 <= alpha <= 1.0 for alpha in self.alphas) or len(set(self.alphas)) != len(self.alphas):
-            raise ValueError(f"alphas are distinct and between 0 and 1, not {self.alphas}")
-        if (self.weight.granularity.kind == "group") != bool(self.group_sizes):
-            raise ValueError("group_sizes belong to group-wise weights, and they need them")
-        if self.method == "none" and (self.activation or self.protect or self.keep):
-            raise ValueError("activation, keep and protect have no effect when weights are not quantized")
-        self._check_support()
+        check_method(self)
+        check_layout(self)
         return self
-
-    def _check_support(self) -> None:
-        """Only what a method can do and a layout can hold."""
-        activation, weight = self.activation, self.weight
-        if (self.layout == "hf") != (self.method == "none"):
-            raise ValueError(f"layout {self.layout!r} does not go with method {self.method!r}")
-        if not weight.symmetric or weight.granularity.kind == "block":
-            raise ValueError(f"weights {weight}: calibration makes symmetric tensor, channel or group grids")
-        if self.method == "smooth" and (activation is None or not activation.dynamic):
-            raise ValueError("method 'smooth' needs dynamic activations: their scales follow the smoothed values")
-        if self.method == "awq_lite" and (activation is not None or weight.dtype != "int4"):
-            raise ValueError("method 'awq_lite' makes int4 weights with unquantized activations")
-        fp8 = weight == Grid(dtype="fp8_e4m3") and activation == Grid(dtype="fp8_e4m3")
-        if self.layout == "modelopt" and not fp8 and self.method != "awq_lite":
-            raise ValueError("layout 'modelopt' holds static per-tensor fp8 or awq_lite int4; write compressed-tensors")
-        if self.layout == "compressed-tensors" and self.method == "awq_lite":
-            raise ValueError("awq_lite leaves a pre_quant_scale, which compressed-tensors cannot hold")
 
     def weight_grid(self, group_size: int | None) -> Grid:
         """The weight grid with the group size that a plan has chosen."""
@@ -93,10 +73,45 @@ class Recipe(Frozen):
             return self.weight
         return self.weight.model_copy(update={"granularity": PerGroup(size=group_size)})
 
+    def activation_grid(self, group_size: int | None) -> Grid | None:
+        """The activation grid; its groups are those of grouped weights."""
+        grid = self.activation
+        if grid is None or group_size is None or grid.granularity.kind != "group":
+            return grid
+        return grid.model_copy(update={"granularity": PerGroup(size=group_size)})
+
+    @property
+    def head_grid(self) -> Grid | None:
+        """The output head's weight grid, None where the head stays in bf16."""
+        dtypes: dict[str, Literal["fp8_e4m3", "int8"]] = {"fp8": "fp8_e4m3", "int8": "int8"}
+        return None if self.lm_head is None else Grid(dtype=dtypes[self.lm_head], granularity=PerChannel())
+
     @property
     def calibrates_activations(self) -> bool:
         """Whether data must pass through the model to find its scales."""
-        return self.method in ("smooth", "awq_lite") or (self.activation is not None and not self.activation.dynamic)
+        static = self.activation is not None and not self.activation.dynamic
+        return self.method in ("smooth", "awq_lite", "awq", "gptq") or static
+
+    @property
+    def solved(self) -> bool:
+        """Whether calib.solve finds the codes, layer by layer, because modelopt has no such method.
+
+        Its GPTQ and AWQ write no layout that vLLM takes, and it pads 128 x 128 tiles at the near edge.
+        """
+        return self.method in ("awq", "gptq") or self.weight.granularity.kind == "block"
+
+    @property
+    def needs_hardware(self) -> bool:
+        """Whether the weights are in a format that only some chips multiply, see calib.hardware."""
+        return self.weight.dtype in FIXED_GROUPS
+
+
+class Setting(NamedTuple):
+    """One value of a recipe and the file that it comes from (``default`` where no file says it)."""
+
+    key: str
+    value: Any
+    origin: str
 
 
 @cache
@@ -110,34 +125,48 @@ def load_recipe(name_or_path: str | Path) -> Recipe:
 
     UnknownNameError names the nearest recipe; CalibError names the key that is wrong.
     """
+    path = _path_of(name_or_path)
+    return _validated(path, _composed(path, ()))
+
+
+def explain(name_or_path: str | Path) -> list[Setting]:
+    """Every value of a recipe, in the order of its fields, with the file it was taken from. Errors of load_recipe."""
+    path = _path_of(name_or_path)
+    composed = _composed(path, ())
+    values = _validated(path, composed).model_dump(mode="json")
+    return [Setting(key, value, composed[key].origin if key in composed else DEFAULT) for key, value in values.items()]
+
+
+def _path_of(name_or_path: str | Path) -> Path:
     path = Path(name_or_path)
-    if path.suffix not in (".yaml", ".yml"):
-        if str(name_or_path) not in recipe_names():
-            raise UnknownNameError("recipe", str(name_or_path), recipe_names())
-        path = RECIPES / f"{name_or_path}.yaml"
+    if path.suffix in (".yaml", ".yml"):
+        return path
+    if str(name_or_path) not in recipe_names():
+        raise UnknownNameError("recipe", str(name_or_path), recipe_names())
+    return RECIPES / f"{name_or_path}.yaml"
+
+
+def _validated(path: Path, composed: dict[str, Setting]) -> Recipe:
     try:
-        return Recipe.model_validate(_composed(path, ()))
+        return Recipe.model_validate({key: setting.value for key, setting in composed.items()})
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise CalibError(f"recipe {path.name}: {where + ': ' if where else ''}{first['msg']}",
+        source = composed[str(first["loc"][0])].origin if first["loc"] and str(first["loc"][0]) in composed else ""
+        origin = f" (from {source})" if source not in ("", path.name) else ""
+        what = str(first["msg"]).removeprefix("Value error, ")
+        raise CalibError(f"recipe {path.name}: {where + ': ' if where else ''}{what}{origin}",
                          f"Known keys: {', '.join(Recipe.model_fields)}.") from error
 
 
-def _composed(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
-    """The YAML with what it extends below it; keys of the file itself win."""
+def _composed(path: Path, seen: tuple[Path, ...]) -> dict[str, Setting]:
+    """The YAML's settings over those of what it extends; keys of the file itself win, then later bases."""
     if path in seen:
         raise CalibError(f"recipe {path.name} extends itself", "Break the circle of extends.")
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CalibError(f"recipe file {path}: {error.strerror}", "Check the path.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise CalibError(f"recipe file {path} is not YAML: {error}", "Repair the file.") from error
-    if not isinstance(content, dict):
-        raise CalibError(f"recipe file {path} holds no mapping", "A recipe is a list of keys and values.")
-    base = content.pop("extends", None)
-    if base is None:
-        return content
-    below = RECIPES / f"{base}.yaml" if base in recipe_names() else path.parent / str(base)
-    return _composed(below, (*seen, path)) | content
+    content = read_yaml(path, CalibError, "A recipe file holds keys and values; see the built-in recipes.")
+    bases = content.pop("extends", [])
+    composed: dict[str, Setting] = {}
+    for base in bases if isinstance(bases, list) else [bases]:
+        below = RECIPES / f"{base}.yaml" if base in recipe_names() else path.parent / str(base)
+        composed |= _composed(below, (*seen, path))
+    return composed | {str(key): Setting(str(key), value, path.name) for key, value in content.items()}

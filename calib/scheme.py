@@ -6,8 +6,13 @@ question, answered by ``engines/kernels``; a Scheme travels with the weights fro
 is ever guessed from names or dtypes.
 
 Shapes of a weight scale for a weight [out, in]: tensor [], channel [out], group(n) [out, in/n], block(m, n)
-[out/m, in/n]. An activation [tokens, in] is scaled per tensor [] (static, a calibrated ``input_scale``), per token
-[tokens] or per group (n consecutive inputs of a token), both dynamic.
+[out/m, in/n], rounded up: the tiles begin at row and column 0, and those at the far edges are smaller. An activation
+[tokens, in] is scaled per tensor [] (static, a calibrated ``input_scale``), per token [tokens] or per group (n
+consecutive inputs of a token, the last group may be smaller), both dynamic. Keys and values have one static scale each
+per layer.
+
+``nvfp4`` and ``mxfp8`` are formats whose scales are codes themselves (e4m3 for 16 values under one f32 for the tensor;
+a power of two for 32): a plan can price them, nothing here computes them yet.
 """
 
 from __future__ import annotations
@@ -16,11 +21,13 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-Dtype = Literal["bf16", "fp8_e4m3", "int8", "int4"]
+Dtype = Literal["bf16", "fp8_e4m3", "int8", "int4", "nvfp4", "mxfp8"]
 
 #: Largest code magnitude of each symmetric grid (int4 is clamped to [-8, 7] and scaled by amax/7).
-CODE_MAX: dict[str, float] = {"fp8_e4m3": 448.0, "int8": 127.0, "int4": 7.0}
-BITS: dict[str, int] = {"bf16": 16, "fp8_e4m3": 8, "int8": 8, "int4": 4}
+CODE_MAX: dict[str, float] = {"fp8_e4m3": 448.0, "int8": 127.0, "int4": 7.0, "nvfp4": 6.0, "mxfp8": 448.0}
+BITS: dict[str, int] = {"bf16": 16, "fp8_e4m3": 8, "int8": 8, "int4": 4, "nvfp4": 4, "mxfp8": 8}
+#: Values that share a scale where the format says so.
+FIXED_GROUPS: dict[str, int] = {"nvfp4": 16, "mxfp8": 32}
 
 
 class Frozen(BaseModel):
@@ -94,6 +101,9 @@ class Grid(Frozen):
             raise ValueError("a bf16 grid has no scale: granularity tensor, symmetric, not dynamic")
         if self.dtype == "fp8_e4m3" and not self.symmetric:
             raise ValueError("fp8_e4m3 has a sign bit: an asymmetric fp8 grid does not exist")
+        size = FIXED_GROUPS.get(self.dtype)
+        if size is not None and (self.granularity != PerGroup(size=size) or not self.symmetric):
+            raise ValueError(f"{self.dtype} is symmetric in groups of {size}")
         return self
 
     @property

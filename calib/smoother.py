@@ -1,5 +1,7 @@
 """Smoothing as steps: statistics, a strength tried and taken back, the finish. For whole models and for single layers.
 
+A static activation scale follows from the statistics too: an input whose channel j was divided by s_j has amax_j / s_j.
+
 The steps know only the modules in ``schemes``, so that a model of one layer goes through the same arithmetic as that
 layer does inside the whole model, bit for bit.
 """
@@ -59,7 +61,11 @@ class Smoother:
     def apply(self, alpha: float) -> None:
         """Fold strength ``alpha`` into the original weights and round them to their grids."""
         restore(self.model, self.family, self.source)
-        fold(self.model, self.family, self.amax, alpha)
+        folded = fold(self.model, self.family, self.amax, alpha)
+        for module, scheme in self.schemes.items():
+            if scheme.activation is not None and not scheme.activation.dynamic:
+                seen = self.amax[module] / folded[module] if module in folded else self.amax[module]
+                quantizer.set_input_amax(self.model, module, seen.amax())
         round_unquantized(self.model, self.schemes)
         quantizer.recalibrate_weights(self.model, self.schemes)
         quantizer.project_weights(self.model, self.schemes)

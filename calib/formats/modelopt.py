@@ -16,7 +16,8 @@ int4 is packed along *out*: byte row i holds output row 2i in its low nibble and
 config.json knows no group size; hf_quant_config.json does, and the scale's shape decides. Flags about pre_quant_scale
 lie in some exports, and W8A8_SQ_PER_CHANNEL without an input_scale is really dynamic per token: the tensors that are
 present decide. FP8 KV scales lie at ``k_proj.k_scale`` and ``v_proj.v_scale`` = amax/448; the ``fp8_cast`` form
-declares FP8 KV and writes none, which means a scale of one.
+declares FP8 KV and writes none, which means a scale of one. An int8 cache is TensorRT-LLM's ``INT8``, amax/127 at the
+same places (modelopt's own exporter refuses it).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from calib.scheme import BF16, Grid, PerBlock, PerChannel, PerGroup, PerTensor, 
 _FP8, _FP8_TOKEN = Grid(dtype="fp8_e4m3"), Grid(dtype="fp8_e4m3", granularity=PerToken(), dynamic=True)
 _INT8, _INT8_TOKEN = Grid(dtype="int8"), Grid(dtype="int8", granularity=PerToken(), dynamic=True)
 _ALGORITHMS = ("FP8", "FP8_PB_WO", "W8A8_SQ_PER_CHANNEL", "W8A16", "W4A16_AWQ")
-_WRITTEN = {"FP8": "FP8", "W4A16_AWQ": "W4A16_AWQ"}
+_KV = {"FP8": _FP8, "INT8": _INT8}
 
 
 def pack_int4(codes: torch.Tensor) -> torch.Tensor:
@@ -60,7 +61,8 @@ def _sections(config: Mapping[str, Any], shards: Shards) -> dict[str, Any]:
     section = dict(config["quantization_config"])
     if "kv_cache_quant_algo" not in section:
         scheme = section.get("kv_cache_scheme")
-        section["kv_cache_quant_algo"] = None if scheme is None else f"FP{scheme['num_bits']}"
+        section["kv_cache_quant_algo"] = None if scheme is None else (
+            f"{'INT' if scheme.get('type') == 'int' else 'FP'}{scheme['num_bits']}")
     return section
 
 
@@ -106,9 +108,9 @@ class ModeloptLayout:
     def _kv(algorithm: str | None) -> Grid:
         if algorithm in (None, "", "none"):
             return BF16
-        if algorithm != "FP8":
-            raise UnknownNameError("modelopt KV cache algorithm", str(algorithm), ["FP8"])
-        return _FP8
+        if algorithm not in _KV:
+            raise UnknownNameError("modelopt KV cache algorithm", str(algorithm), _KV)
+        return _KV[algorithm]
 
     @staticmethod
     def _scheme(module: str, algorithm: str, shards: Shards, kv: Grid) -> Scheme:
@@ -152,6 +154,9 @@ class ModeloptLayout:
             else:
                 yield name, self._canonical(leaf, shards.load(name), schemes[module])
         if kv.quantized and not any(name.endswith(".k_scale") for name in shards):
+            if kv != _FP8:
+                raise CalibError(f"{shards.folder} declares a KV cache on {kv} and has no k_scale",
+                                 "Only fp8 keys and values mean something without a scale; calibrate the model again.")
             for attention in attention_names(shards):
                 yield f"{attention}.k_scale", torch.ones(())
                 yield f"{attention}.v_scale", torch.ones(())
@@ -192,15 +197,25 @@ class ModeloptLayout:
         write_shards(folder, raw())
         excluded = sorted({*unquantized, "lm_head"})
         quantization: dict[str, Any] = {"quant_algo": algorithm, "exclude_modules": excluded,
-                                        "kv_cache_quant_algo": "FP8" if kv.quantized else None}
+                                        "kv_cache_quant_algo": self._kv_name(kv)}
         section: dict[str, Any] = {"quant_method": "modelopt", "quant_algo": algorithm, "ignore": excluded}
         if group is not None:
             quantization |= {"group_size": group, "has_zero_point": False, "pre_quant_scale": any(
                 scheme.pre_quant_scale for scheme in schemes.values())}
         if kv.quantized:
-            section["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8, "type": "float"}
+            section["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8,
+                                          "type": "int" if kv.dtype == "int8" else "float"}
         _dump(folder / "hf_quant_config.json", {"producer": {"name": "modelopt"}, "quantization": quantization})
         _dump(folder / "config.json", {**config, "quantization_config": section})
+
+    @staticmethod
+    def _kv_name(kv: Grid) -> str | None:
+        if not kv.quantized:
+            return None
+        name = next((name for name, grid in _KV.items() if grid == kv), None)
+        if name is None:
+            raise CalibError(f"the modelopt layout cannot hold a KV cache on {kv}", "It holds static fp8 or int8.")
+        return name
 
     @staticmethod
     def _writable(schemes: Mapping[str, Scheme]) -> tuple[str, int | None]:

@@ -23,7 +23,9 @@ def written(path, text):
 
 
 def test_the_built_in_recipes_load():
-    assert recipe_names() == ("bf16", "fp8", "int4_awq", "int8")
+    assert recipe_names() == ("bf16", "fp8", "fp8_block", "fp8_dynamic", "fp8_weight_only", "int4_asym", "int4_awq",
+                              "int4_awq_a8", "int4_awq_clip", "int4_gptq", "int8", "int8_static", "int8_weight_only",
+                              "mxfp8", "nvfp4", "w4a8_fp8")
     assert {load_recipe(name).name for name in recipe_names()} == set(recipe_names())
 
 

@@ -1,0 +1,125 @@
+"""What goes together in a recipe: which method makes which grids, and which layout holds them.
+
+A setting without effect is an error, so is a result that no reader of the layout could load. Each rule raises
+ValueError in words; pydantic turns it into the recipe's error.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from calib.scheme import FIXED_GROUPS, Grid
+
+#: Methods that search or weigh by data, and what belongs to them alone.
+_SEARCHES = ("awq_lite", "awq")
+_DYNAMIC_KINDS = ("token", "group")
+
+
+class _Settings(Protocol):
+    """What the rules read of a recipe."""
+
+    @property
+    def method(self) -> str: ...
+    @property
+    def layout(self) -> str: ...
+    @property
+    def weight(self) -> Grid: ...
+    @property
+    def activation(self) -> Grid | None: ...
+    @property
+    def group_sizes(self) -> tuple[int, ...]: ...
+    @property
+    def alphas(self) -> tuple[float, ...]: ...
+    @property
+    def alpha_step(self) -> float | None: ...
+    @property
+    def clip_ratios(self) -> tuple[float, ...]: ...
+    @property
+    def damping(self) -> float | None: ...
+    @property
+    def act_order(self) -> str: ...
+    @property
+    def keep(self) -> tuple[str, ...]: ...
+    @property
+    def protect(self) -> int: ...
+    @property
+    def lm_head(self) -> str | None: ...
+
+
+def check_method(recipe: _Settings) -> None:
+    """Settings that belong to a method, and the grids that it makes."""
+    _check_belongings(recipe)
+    weight, activation, method = recipe.weight, recipe.activation, recipe.method
+    if (method == "none") != (not weight.quantized):
+        raise ValueError(f"method {method!r} does not go with {weight} weights")
+    if method == "none" and (activation or recipe.protect or recipe.keep or recipe.lm_head):
+        raise ValueError("activation, keep, protect and lm_head have no effect when weights are not quantized")
+    if method in ("max", "smooth") and not weight.symmetric:
+        raise ValueError(f"weights {weight}: method {method!r} makes symmetric grids; zero points come from awq or gptq")
+    if weight.granularity.kind == "block" and (method != "max" or weight.dtype != "fp8_e4m3"):
+        raise ValueError(f"weights {weight}: blocks are fp8 with method 'max'")
+    if method in ("awq_lite", "awq", "gptq") and (weight.dtype != "int4" or weight.granularity.kind != "group"):
+        raise ValueError(f"method {method!r} makes int4 weights in groups, not {weight}")
+    if method == "awq_lite" and (activation is not None or not weight.symmetric):
+        raise ValueError("method 'awq_lite' makes symmetric int4 weights with unquantized activations")
+    _check_activation(method, weight, activation)
+    grouped = activation is not None and activation.granularity.kind == "group"
+    if recipe.protect and (weight.dtype in FIXED_GROUPS or not weight.symmetric or grouped):
+        raise ValueError("protect measures layers on plain grids: no zero points, blocks or activations in groups")
+
+
+def _check_belongings(recipe: _Settings) -> None:
+    method = recipe.method
+    if (method == "smooth") != bool(recipe.alphas):
+        raise ValueError("alphas belong to method 'smooth', and it needs them")
+    if any(not 0.0 <= alpha <= 1.0 for alpha in recipe.alphas) or len(set(recipe.alphas)) != len(recipe.alphas):
+        raise ValueError(f"alphas are distinct and between 0 and 1, not {recipe.alphas}")
+    if (method in _SEARCHES) != (recipe.alpha_step is not None):
+        raise ValueError("alpha_step belongs to methods 'awq_lite' and 'awq', and they need it")
+    unfit = any(not 0.0 < ratio <= 1.0 for ratio in recipe.clip_ratios)
+    if unfit or (recipe.clip_ratios and method not in (*_SEARCHES, "gptq")):
+        raise ValueError("clip_ratios lie in (0, 1] and belong to methods 'awq_lite', 'awq' and 'gptq'")
+    if (method == "gptq") != (recipe.damping is not None):
+        raise ValueError("damping belongs to method 'gptq', and it needs it")
+    if recipe.act_order != "none" and method != "gptq":
+        raise ValueError("act_order belongs to method 'gptq'")
+    if (recipe.weight.granularity.kind == "group") != bool(recipe.group_sizes):
+        raise ValueError("group_sizes belong to group-wise weights, and they need them")
+
+
+def _check_activation(method: str, weight: Grid, activation: Grid | None) -> None:
+    if method == "smooth" and activation is None:
+        raise ValueError("method 'smooth' needs quantized activations: without them it has nothing to move")
+    if activation is None:
+        return
+    kind = activation.granularity.kind
+    if not activation.symmetric or activation.dynamic != (kind in _DYNAMIC_KINDS) or kind not in (
+            "tensor", *_DYNAMIC_KINDS):
+        raise ValueError(f"activations {activation}: they are symmetric, static per tensor, or dynamic per token or "
+                         "group")
+    if kind == "tensor" and (method in ("awq", "gptq") or weight.granularity.kind == "block"):
+        raise ValueError("static activations come from methods 'max' and 'smooth'")
+    if kind == "group" and weight.granularity.kind not in ("group", "block"):
+        raise ValueError("activations in groups go with weights in groups or blocks")
+    if kind == "group" and method == "max" and weight.granularity.kind == "group" and weight.dtype not in FIXED_GROUPS:
+        raise ValueError("activations in groups beside grouped weights come from methods 'awq' and 'gptq'")
+
+
+def check_layout(recipe: _Settings) -> None:
+    """Only what a layout can hold, so that other runtimes read it."""
+    weight, activation, layout, method = recipe.weight, recipe.activation, recipe.layout, recipe.method
+    if (layout == "hf") != (method == "none"):
+        raise ValueError(f"layout {layout!r} does not go with method {method!r}")
+    if weight.dtype in FIXED_GROUPS:
+        return
+    if recipe.lm_head and layout != "compressed-tensors":
+        raise ValueError(f"layout {layout!r} has no place for a quantized lm_head; write compressed-tensors")
+    fp8 = weight == Grid(dtype="fp8_e4m3") and activation == Grid(dtype="fp8_e4m3")
+    if layout == "modelopt" and not (fp8 and method == "max") and method != "awq_lite":
+        raise ValueError("layout 'modelopt' holds static per-tensor fp8 or awq_lite int4; write compressed-tensors")
+    if layout != "modelopt" and method == "awq_lite":
+        raise ValueError(f"awq_lite leaves a pre_quant_scale, which layout {layout!r} cannot hold")
+    if layout == "awq" and (weight.symmetric or activation is not None or recipe.act_order == "groups"):
+        raise ValueError("layout 'awq' holds asymmetric int4 groups in the order of the inputs, 16-bit activations")
+    if layout == "gptq" and (weight.dtype != "int4" or not weight.symmetric or activation is not None):
+        raise ValueError("layout 'gptq' is written for symmetric int4 groups with 16-bit activations")
