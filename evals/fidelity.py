@@ -112,7 +112,9 @@ class Baseline:
     def open(cls, path: Path | str) -> Baseline:
         """ArtifactError when the folder is no complete baseline."""
         record = load_record(path, BaselineRecord, kind="baseline")
-        return cls(Artifact.open(path, "baseline"), record.report, record.key)
+        artifact = Artifact.open(path, "baseline")
+        artifact.check(artifact.manifest.files)
+        return cls(artifact, record.report, record.key)
 
     def top_k(self, identity: str) -> tuple[np.ndarray, np.ndarray]:
         """(ids int32, log-probs float32), each [tokens, k], best first, of one text."""
@@ -196,7 +198,7 @@ def record_requests(tokenizer: Tokenizer, data: EvalData, baseline: Baseline | N
                     settings: EvalSettings | None = None) -> int:
     """Write every score that ``evaluate`` (or, without a baseline, ``make_baseline``) will ask for into ``path``.
 
-    Another machine answers them (``adapters.answer_requests``); then the same call runs with a RecordedScorer.
+    Another machine answers them (``adapters.answer_requests``); then the same call runs with RecordedAnswers.
     """
     settings, recorder = settings or EvalSettings(), RequestRecorder()
     k = min(settings.top_k, tokenizer.vocab_size) if baseline is None else 1

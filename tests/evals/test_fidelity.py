@@ -10,7 +10,7 @@ import torch
 from calib.artifact import Artifact
 from calib.errors import ArtifactError
 from engines.request import CompletionOutput, PromptScore, RequestOutput
-from evals.adapters import RecordedScorer, answer_requests
+from evals.adapters import RecordedAnswers, answer_requests
 from evals.data import Source, write_folder
 from evals.errors import ComparisonError, EvalError
 from evals.fidelity import Baseline, EvalSettings, evaluate, make_baseline, record_requests
@@ -206,20 +206,31 @@ def test_scores_of_another_shape_are_an_error(scorer, tokenizer, target, data, b
 
 def test_requests_travel_as_files(near, near_scorer, baseline, tokenizer, data, tmp_path):
     requests, responses = tmp_path / "requests.jsonl", tmp_path / "responses.jsonl"
-    asked = record_requests(tokenizer, data, baseline, requests, tmp_path / "scratch", settings=SETTINGS)
+    speaking = record_requests(tokenizer, data, baseline, requests, tmp_path / "scratch", settings=SETTINGS)
+    with pytest.raises(EvalError, match="written answers, and OnlyScores only scores"):
+        answer_requests(requests, OnlyScores(near_scorer), responses, key="mute")
+    silent = SETTINGS.model_copy(update={"samples": 0})
+    asked = record_requests(tokenizer, data, baseline, requests, tmp_path / "scratch", settings=silent)
+    assert asked == speaking - SETTINGS.samples
     assert answer_requests(requests, near_scorer, responses, key="near", batch=7) == asked
-    recorded = RecordedScorer(responses)
+    recorded = RecordedAnswers(responses)
     assert recorded.key == "near"
     with pytest.raises(EvalError, match="answered by 'near', not by 'other'"):
-        RecordedScorer(responses, "other")
+        RecordedAnswers(responses, "other")
     target = describe("near", "c" * 64, "cpu fp32 torch", tokenizer)
-    report = evaluate(recorded, tokenizer, target, data, baseline, tmp_path / "out", settings=SETTINGS)
+    report = evaluate(recorded, tokenizer, target, data, baseline, tmp_path / "out", settings=silent)
+    assert report.samples == []
     assert report.delta_nll.value == pytest.approx(near[0].delta_nll.value, abs=1e-6)
     assert report.kl_mean == pytest.approx(near[0].kl_mean, rel=1e-3)
     assert [item.choice for item in report.items] == [item.choice for item in near[0].items]
+    record_requests(tokenizer, data, baseline, requests, tmp_path / "scratch", settings=SETTINGS)
+    assert answer_requests(requests, near_scorer, responses, key="near", batch=7) == speaking
+    report = evaluate(RecordedAnswers(responses), tokenizer, target, data, baseline, tmp_path / "spoken",
+                      settings=SETTINGS)
+    assert report.samples == near[0].samples
     with pytest.raises(EvalError, match="have no response"):
         evaluate(recorded, tokenizer, target, data, None, tmp_path / "other",
-                 settings=SETTINGS.model_copy(update={"window": 48}))
+                 settings=silent.model_copy(update={"window": 48}))
 
 
 def test_module_scores_do_not_depend_on_batch_mates(scorer, tokenizer, data):
@@ -231,6 +242,11 @@ def test_module_scores_do_not_depend_on_batch_mates(scorer, tokenizer, data):
         assert (score.greedy == (score.top_ids[:, 0] == prompt[1:])).all()
     with pytest.raises(EvalError, match="1 tokens"):
         scorer.loglikelihood([[3]])
+
+
+class OnlyScores:
+    def __init__(self, scorer):
+        self.loglikelihood = scorer.loglikelihood
 
 
 class Speaker:

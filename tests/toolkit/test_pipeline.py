@@ -208,6 +208,38 @@ def test_requests_and_answers_travel_as_files(finished, call, tmp_path):
     recorded = json.loads(out)
     assert recorded["delta_nll"]["value"] == pytest.approx(direct["delta_nll"]["value"], abs=1e-6)
     assert [item["choice"] for item in recorded["items"]] == [item["choice"] for item in direct["items"]]
+    assert recorded["samples"] == direct["samples"]
+    assert recorded["target"] == direct["target"]
+    code, out, _ = call("eval", document["rows"][1]["engine_digest"], *asked, "--responses", tmp_path / "a.jsonl",
+                        "--json")
+    assert json.loads(out)["target"] == direct["target"], "the report is about who answered, not about who asked"
+    (tmp_path / "a.jsonl").write_text((tmp_path / "a.jsonl").read_text().replace(
+        direct["target"]["tokenizer_digest"], "f" * 64))
+    code, _, err = call("eval", engine, *asked, "--responses", tmp_path / "a.jsonl")
+    assert (code, "answered with tokenizer ffffffffffff" in err) == (2, True)
+
+
+def test_written_answers_travel_too(finished, call, tmp_path):
+    """Exact match: the questions are written here, continued there, and read here."""
+    engine = finished[1]["rows"][0]["engine_digest"]
+    path = tmp_path / "sums.jsonl"
+    path.write_text("".join(json.dumps({"question": f"What is {n} and {n}?", "answer": str(2 * n)}) + "\n"
+                            for n in range(5)))
+    asked = ("--data", path, "--kind", "exact")
+    code, out, err = call("eval", engine, *asked, "--requests", tmp_path / "q.jsonl", "--json")
+    assert (code, json.loads(out)["requests"]) == (0, 5), err
+    lines = [json.loads(line) for line in (tmp_path / "q.jsonl").read_text().splitlines()]
+    assert {line["params"]["max_tokens"] for line in lines} == {64}
+    assert call("eval", engine, "--answer", tmp_path / "q.jsonl", "--responses", tmp_path / "a.jsonl", "-q")[0] == 0
+    code, out, err = call("eval", engine, *asked, "--responses", tmp_path / "a.jsonl", "--json")
+    assert code == 0, err
+    direct = json.loads(call("eval", engine, *asked, "--json")[1])
+    assert json.loads(out)["items"] == direct["items"]
+    assert any(item["answer"] for item in direct["items"])
+    cut = (tmp_path / "a.jsonl").read_text().splitlines()[0] + "\n"
+    (tmp_path / "none.jsonl").write_text(cut)
+    code, _, err = call("eval", engine, *asked, "--responses", tmp_path / "none.jsonl")
+    assert (code, "holds no responses" in err) == (2, True)
 
 
 def test_own_questions(finished, call, tmp_path):
