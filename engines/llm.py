@@ -132,9 +132,7 @@ class LLM:
             numbers: list[list[int]] = []
             try:
                 for prompt, its in zip(ids, each, strict=True):
-                    numbers.append([])
-                    for index in range(its.n):
-                        numbers[-1].append(loop.admit(prompt, its, index=index))
+                    numbers.append(loop.admit_all(prompt, its))
                 self._run(loop)
                 return [_joined([loop.take(number) for number in group]) for group in numbers]
             except BaseException:
@@ -170,8 +168,7 @@ class LLM:
             loop = self._open
             index_of: dict[int, int] = {}
             try:
-                for index in range(params.n):
-                    index_of[loop.admit(ids, params, index=index)] = index
+                index_of |= {number: index for index, number in enumerate(loop.admit_all(ids, params))}
                 while not loop.idle:
                     for event in loop.step():
                         yield RequestOutput(prompt_token_ids=ids, outputs=[_delta(event, index_of[event.number])])

@@ -7,7 +7,7 @@ exist here; a value outside its range is refused at construction with the value.
 from __future__ import annotations
 
 import hashlib
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import ConfigDict, Field, model_validator
@@ -40,8 +40,12 @@ class SamplingParams(Frozen):
 
     In this order: ``repetition_penalty`` divides positive and multiplies negative logits of tokens in prompt or output;
     ``presence_penalty`` is subtracted from those that were generated, ``frequency_penalty`` once a time;
-    ``logit_bias`` is added; the grammar masks; then temperature, ``top_k``, ``top_p``, and ``min_p`` (tokens less
-    probable than that share of the most probable one are left out).
+    ``logit_bias`` is added; the grammar and ``bad_words`` mask; then temperature, ``top_k``, ``top_p``, and ``min_p``
+    (tokens less probable than that share of the most probable one are left out). Tokens that tie with the last one
+    that ``top_k`` or ``top_p`` keeps are kept with it.
+
+    A generation ends before the first of ``stop`` (texts) or ``stop_bytes`` in what it wrote, and with the first of
+    ``stop_token_ids``. ``bad_words`` never appear in what it writes, however tokens would spell them.
     """
 
     n: int = Field(default=1, ge=1, le=128)
@@ -57,7 +61,9 @@ class SamplingParams(Frozen):
     logit_bias: dict[int, float] = Field(default_factory=dict, max_length=1024)
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     stop: tuple[str, ...] = Field(default=(), max_length=16)
+    stop_bytes: tuple[bytes, ...] = Field(default=(), max_length=16)
     stop_token_ids: tuple[int, ...] = Field(default=(), max_length=256)
+    bad_words: tuple[Annotated[str, Field(min_length=1, max_length=128)], ...] = Field(default=(), max_length=32)
     ignore_eos: bool = False
     logprobs: int | None = Field(default=None, ge=0, le=20)
     grammar: Grammar | None = None
@@ -66,8 +72,8 @@ class SamplingParams(Frozen):
     def _consistent(self) -> SamplingParams:
         if self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens {self.min_tokens} is larger than max_tokens {self.max_tokens}")
-        if any(not text for text in self.stop):
-            raise ValueError("a stop string must not be empty")
+        if any(not text for text in self.stop + self.stop_bytes):
+            raise ValueError("a stop must not be empty")
         if strange := [bias for bias in self.logit_bias.values() if not -100.0 <= bias <= 100.0]:
             raise ValueError(f"a logit_bias of {strange[0]} is outside -100..100")
         if self.grammar is not None and (self.min_tokens or self.ignore_eos):
@@ -82,7 +88,7 @@ class SamplingParams(Frozen):
     @property
     def stepwise(self) -> bool:
         """Whether the token before must be known before the next one may be chosen."""
-        return self.penalised or self.grammar is not None
+        return self.penalised or self.grammar is not None or bool(self.bad_words)
 
 
 def seed_of(seed: int, index: int) -> int:

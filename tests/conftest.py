@@ -6,12 +6,16 @@ the process, and one test process runs tests of many rooms: so it stands here, a
 
 import hashlib
 import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+sys.path.insert(0, str(Path(__file__).parent / "support"))  # what tests of several rooms import
 
 from evals.report import Accuracy, Cell, Estimate, Row
 

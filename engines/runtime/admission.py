@@ -15,6 +15,7 @@ from calib.text import Tokenizer
 from engines.errors import LimitError
 from engines.plan import Limits
 from engines.request import SamplingParams, seed_of
+from engines.runtime.bad_words import BadWords, Spellings
 from engines.runtime.blocks import root_key
 from engines.runtime.grammar import Grammars
 from engines.runtime.sequence import ScoreRequest, Sequence
@@ -48,6 +49,7 @@ class Admission:
         self._tokenizer, self._limits, self._vocab_size, self._grammars = tokenizer, limits, vocab_size, grammars
         self._adjusts_logits, self._digest = adjusts_logits, digest
         self._numbers = itertools.count()
+        self._spellings: Spellings | None = None
 
     def generation(self, prompt: Ordered[int], params: SamplingParams, index: int, terms: Terms) -> Sequence:
         """Continuation ``index`` of a generation.
@@ -64,11 +66,19 @@ class Admission:
         seed = secrets.randbits(63) if params.seed is None else seed_of(params.seed, index)
         matcher = None if params.grammar is None else self._grammars.matcher(params.grammar)
         sequence = Sequence(next(self._numbers), list(prompt), len(prompt), params, seed, ends,
-                            text=TextStream(self._tokenizer, params.stop), priority=terms.priority, matcher=matcher)
+                            text=TextStream(self._tokenizer, params.stop + params.stop_bytes), matcher=matcher,
+                            priority=terms.priority)
+        if params.bad_words:
+            sequence.bad_words = self._bad_words(params)
         if terms.reuse and self._digest is not None:
             sequence.keys, sequence.root = [], root_key(self._digest, terms.salt)
         sequence.deadline = terms.deadline()
         return sequence
+
+    def _bad_words(self, params: SamplingParams) -> BadWords:
+        if self._spellings is None:
+            self._spellings = Spellings(self._tokenizer, self._vocab_size)
+        return BadWords(params.bad_words, self._spellings)
 
     def _check_honoured(self, params: SamplingParams) -> None:
         for index in params.logit_bias:
@@ -80,7 +90,7 @@ class Admission:
         asked = [name for name, given in (
             ("presence_penalty", params.presence_penalty), ("frequency_penalty", params.frequency_penalty),
             ("repetition_penalty", params.repetition_penalty != 1.0), ("logit_bias", params.logit_bias),
-            ("grammar", params.grammar), ("min_p", params.min_p)) if given]
+            ("grammar", params.grammar), ("bad_words", params.bad_words), ("min_p", params.min_p)) if given]
         if asked:
             raise LimitError(f"{', '.join(asked)} cannot be honoured on this engine's device", "Leave it out.")
 

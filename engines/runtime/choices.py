@@ -20,6 +20,7 @@ tables. They are given back after the step.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Ordered
 from contextlib import AbstractContextManager
@@ -95,6 +96,19 @@ def parts_of(question: Choices, pool: BlockPool) -> list[Part] | None:
             return None
         part.shared = parts[0].own[:part.begin // pool.block_size]
     return parts
+
+
+def take_step(questions: Ordered[Choices], sizes: Ordered[int], waiting: deque[int], budget: int, pool: BlockPool
+              ) -> dict[int, list[Part]]:
+    """The first waiting questions that fit a step of ``budget`` tokens, taken from ``waiting``, with their blocks."""
+    step: dict[int, list[Part]] = {}
+    while waiting and sizes[waiting[0]] <= budget:
+        parts = parts_of(questions[waiting[0]], pool)
+        if parts is None:
+            break
+        budget -= sizes[waiting[0]]
+        step[waiting.popleft()] = parts
+    return step
 
 
 def release(parts: Ordered[Part], pool: BlockPool) -> None:

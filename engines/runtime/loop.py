@@ -34,7 +34,7 @@ from engines.request import (
 )
 from engines.runtime.admission import PLAIN, Admission, Terms
 from engines.runtime.blocks import BlockPool
-from engines.runtime.choices import Choices, Part, parts_of, release
+from engines.runtime.choices import Choices, release, take_step
 from engines.runtime.grammar import GrammarError, Grammars
 from engines.runtime.protocols import ChoiceRunner, Launched, Runner
 from engines.runtime.sampler import Fault
@@ -83,9 +83,27 @@ class Loop:
     def limits(self) -> Limits:
         return self._limits
 
-    def admit(self, prompt: Ordered[int], params: SamplingParams, *, index: int = 0, terms: Terms = PLAIN) -> int:
-        """Queue continuation ``index`` of a generation; returns its number. LimitError says what cannot be served."""
+    def admit_all(self, prompt: Ordered[int], params: SamplingParams, terms: Terms = PLAIN) -> list[int]:
+        """Queue all ``params.n`` continuations of a prompt, which is computed once for them; returns their numbers.
+
+        LimitError says what cannot be served; then none is queued.
+        """
+        numbers: list[int] = []
+        try:
+            for index in range(params.n):
+                numbers.append(self.admit(prompt, params, index=index, terms=terms, leader=next(iter(numbers), None)))
+        except BaseException:
+            for number in numbers:
+                self.abort(number)
+            raise
+        return numbers
+
+    def admit(self, prompt: Ordered[int], params: SamplingParams, *, index: int = 0, terms: Terms = PLAIN,
+              leader: int | None = None) -> int:
+        """Queue continuation ``index`` of a generation, which shares its prompt with continuation ``leader``; returns
+        its number. LimitError says what cannot be served."""
         sequence = self._admission.generation(prompt, params, index, terms)
+        sequence.leader = None if leader is None else self._sequences[leader]
         if params.max_tokens == 0:
             sequence.finish_reason, sequence.finished_at = "length", sequence.admitted_at
             self._sequences[sequence.number] = sequence
@@ -240,7 +258,8 @@ class Loop:
         found: list[list[PromptScore] | None] = [None] * len(questions)
         sizes = [question.rows(self._pool.block_size) for question in questions]
         waiting = deque(i for i, size in enumerate(sizes) if size <= self._limits.max_num_tokens)
-        while isinstance(self._runner, ChoiceRunner) and (step := self._take_choices(questions, sizes, waiting)):
+        while isinstance(self._runner, ChoiceRunner) and (
+                step := take_step(questions, sizes, waiting, self._limits.max_num_tokens, self._pool)):
             try:
                 scored = self._runner.score_choices([questions[i] for i in step], list(step.values()))
             finally:
@@ -250,19 +269,6 @@ class Loop:
             self.steps += 1
             self.tokens_computed += sum(sizes[i] for i in step)
         return found
-
-    def _take_choices(self, questions: Ordered[Choices], sizes: Ordered[int], waiting: deque[int]
-                      ) -> dict[int, list[Part]]:
-        """The first waiting questions that fit one step, taken from ``waiting``, with their blocks."""
-        step: dict[int, list[Part]] = {}
-        budget = self._limits.max_num_tokens
-        while waiting and sizes[waiting[0]] <= budget:
-            parts = parts_of(questions[waiting[0]], self._pool)
-            if parts is None:
-                break
-            budget -= sizes[waiting[0]]
-            step[waiting.popleft()] = parts
-        return step
 
     def check(self) -> None:
         """Every KV block is free or owned by one sequence."""

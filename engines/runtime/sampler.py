@@ -3,10 +3,15 @@
 The random number of a token is a function of the sequence's seed and the token's position alone (one draw of a
 counter-based Philox generator), so a seeded request gives the same tokens in any batch, after any preemption.
 
-A token is drawn by inverting the cumulative distribution over candidates in descending order of probability. top-k
-keeps the k most probable; top-p the shortest prefix whose probability reaches p, of what top-k left; min-p those of
-at least that share of the most probable one's probability. Reported log-probabilities are the model's own: natural,
-before anything changes the logits.
+A token is drawn by inverting the cumulative distribution over the kept tokens, in the order of their ids. Kept are
+
+    top-k   tokens of which fewer than k are more probable
+    top-p   of those, tokens whose more probable ones hold less than p of their probability
+    min-p   of those, tokens of at least that share of the most probable one's probability
+
+so each rule keeps everything from a threshold on, and ties with the last one kept stay: which of them would go is no
+accident of a sort. (``kernels/sample`` has the same rules and another random stream.) Reported log-probabilities are
+the model's own: natural, before anything changes the logits.
 
 A row that is not finite, or whose grammar stops, is a fault of that sequence alone: it is reported as a ``Fault`` in
 the token's place, and the other rows go on.
@@ -21,7 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engines.request import TokenLogprob
+from engines.request import SamplingParams, TokenLogprob
 from engines.runtime.grammar import GrammarError
 from engines.runtime.sequence import Sequence
 
@@ -73,23 +78,31 @@ def adjust(row: torch.Tensor, sequence: Sequence) -> Fault | None:
     if params.logit_bias:
         ids = torch.tensor(list(params.logit_bias), device=row.device)
         row[ids] += torch.tensor(list(params.logit_bias.values()), device=row.device, dtype=row.dtype)
+    masks = _masks(sequence)
     if sequence.matcher is not None:
         try:
             row[torch.from_numpy(~sequence.matcher.allowed()).to(row.device)] = -math.inf
         except GrammarError as error:
             return Fault(error.message)
-        if not bool(torch.isfinite(row.amax())):
-            return Fault("the grammar allows no token that the model has")
+    if sequence.bad_words is not None:
+        row[torch.from_numpy(sequence.bad_words.banned(sequence.generated)).to(row.device)] = -math.inf
     if sequence.num_generated < params.min_tokens and sequence.stop_ids:
         row[list(sequence.stop_ids)] = -math.inf
+    if masks and not bool(torch.isfinite(row.amax())):
+        return Fault(f"{' and '.join(masks)} allow no token that the model has")
     return None
+
+
+def _masks(sequence: Sequence) -> list[str]:
+    """What forbids tokens of the sequence's next row."""
+    early = sequence.num_generated < sequence.params.min_tokens and bool(sequence.stop_ids)
+    return [name for name, given in (("the grammar", sequence.matcher is not None),
+                                     ("bad_words", sequence.bad_words is not None), ("min_tokens", early)) if given]
 
 
 def adjusts(sequence: Sequence) -> bool:
     """Whether ``adjust`` changes anything for the sequence's next token."""
-    params = sequence.params
-    return (params.penalised or bool(params.logit_bias) or sequence.matcher is not None
-            or (sequence.num_generated < params.min_tokens and bool(sequence.stop_ids)))
+    return sequence.params.penalised or bool(sequence.params.logit_bias) or bool(_masks(sequence))
 
 
 def _penalise(row: torch.Tensor, sequence: Sequence) -> None:
@@ -119,32 +132,41 @@ def _reported(report: torch.Tensor, token: int, count: int) -> TokenLogprob:
 def _draw(row: torch.Tensor, sequence: Sequence) -> int:
     params = sequence.params
     probabilities = torch.softmax((row / params.temperature).double(), -1)
-    values, ids = _candidates(probabilities, params.top_k, params.top_p)
-    if params.min_p > 0.0:
-        count = max(1, int((values >= params.min_p * values[0]).sum()))
-        values, ids = values[:count], ids[:count]
-    cumulative = values.cumsum(0)
-    target = uniform(sequence.seed, len(sequence.tokens)) * float(cumulative[-1])
+    least = _threshold(probabilities, params)
+    ids = None
+    if least > 0.0:
+        ids = (probabilities >= least).nonzero().squeeze(-1)
+        probabilities = probabilities[ids]
+    cumulative = probabilities.cumsum(0)
+    total = float(cumulative[-1])
+    # Below the total, so that the place found is always one where the sum grows: a token of probability above 0.
+    target = min(uniform(sequence.seed, len(sequence.tokens)) * total, math.nextafter(total, 0.0))
     place = int(torch.searchsorted(cumulative, torch.tensor(target, dtype=torch.float64), right=True))
-    return int(ids[min(place, ids.numel() - 1)])
+    return place if ids is None else int(ids[place])
 
 
-def _candidates(probabilities: torch.Tensor, top_k: int, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """(probabilities, ids) that may be drawn, most probable first."""
-    vocabulary = probabilities.numel()
-    if top_k == 0 and top_p < 1.0:
-        few = torch.topk(probabilities, min(_FIRST_CANDIDATES, vocabulary))
-        if float(few.values.sum()) >= top_p:
-            return _top_p(few.values, few.indices, top_p, 1.0)
-    kept = torch.topk(probabilities, min(top_k, vocabulary) if top_k else vocabulary)
-    return _top_p(kept.values, kept.indices, top_p, float(kept.values.sum()))
+def _threshold(probabilities: torch.Tensor, params: SamplingParams) -> float:
+    """The least probability that is kept; 0 when all are."""
+    least = 0.0
+    if 0 < params.top_k < probabilities.numel():
+        least = float(torch.topk(probabilities, params.top_k).values[-1])
+    if params.top_p < 1.0:
+        least = max(least, _top_p(probabilities, params.top_p, least))
+    if params.min_p > 0.0:
+        least = max(least, params.min_p * float(probabilities.max()))
+    return least
 
 
-def _top_p(values: torch.Tensor, ids: torch.Tensor, top_p: float, total: float
-           ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The shortest prefix that holds ``top_p`` of ``total``; the most probable one is always in it."""
-    if top_p >= 1.0:
-        return values, ids
+def _top_p(probabilities: torch.Tensor, top_p: float, least: float) -> float:
+    """The probability of the last token that top-p keeps among those of at least ``least``.
+
+    In descending order tokens are kept as long as those before hold less than ``top_p``: so in a run of ties the first
+    decides, and the last one kept has its probability.
+    """
+    kept = probabilities if least == 0.0 else probabilities[probabilities >= least]
+    limit = top_p * float(kept.sum())
+    values = torch.topk(kept, min(_FIRST_CANDIDATES, kept.numel())).values
+    if float(values.sum()) < limit:
+        values = kept.sort(descending=True).values
     before = values.cumsum(0) - values
-    count = max(1, int((before < top_p * total).sum()))
-    return values[:count], ids[:count]
+    return float(values[max(1, int((before < limit).sum())) - 1])

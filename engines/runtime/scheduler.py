@@ -14,6 +14,9 @@ with one block to spare for each running sequence; so a preempted one does not c
 prefill owns all its blocks from the start; only decodes grow.) One that does not fit yet may be passed by smaller ones,
 ``MAX_PASSED`` times; then everybody waits for it. A preempted one is never passed.
 
+**Continuations of one prompt.** The first one computes it; the others (``Sequence.follows``) wait until its blocks are
+kept, and find them: of n continuations of a prompt, all but the tokens behind its last full block are computed once.
+
 **Blocks run out.** The worst-ranked running sequence gives its blocks back and waits; it is recomputed later (its full
 blocks stay in the prefix cache as long as nobody needs them). Sequences are preempted for better-ranked ones only, and
 limits guarantee that any one sequence's full length fits the pool alone: so the best always advances, and every step
@@ -146,6 +149,8 @@ class Scheduler:
         for sequence in list(self.waiting):
             if budget <= 0 or sequence.unknown:  # preempted with a token under way: what to recompute is not known yet
                 break
+            if sequence.follows and self._can_share(sequence):
+                continue
             need = self.pool.blocks_for(len(sequence.tokens))
             if given and given + need > self.max_step_blocks:
                 break
@@ -161,6 +166,11 @@ class Scheduler:
                 break
             else:
                 passed.append(sequence)
+
+    def _can_share(self, sequence: Sequence) -> bool:
+        """Whether its leader will leave blocks that it can use."""
+        return (self.pool.reuse and sequence.keys is not None
+                and (sequence.prompt_len - 1) // self.pool.block_size > 0)
 
     def _make_way(self, sequence: Sequence) -> bool:
         """Preempt running sequences of worse priority until batch and blocks have room for ``sequence``.
@@ -195,6 +205,7 @@ class Scheduler:
             if sequence.keys is not None:
                 self.looked_up_tokens += len(tokens)
                 self.hit_tokens += sequence.computed
+        sequence.leader = None
         self.waiting.remove(sequence)
         bisect.insort(self.running, sequence, key=_rank)
         return True

@@ -29,6 +29,7 @@ from engines.request import (
     SamplingParams,
     TokenLogprob,
 )
+from engines.runtime.bad_words import BadWords
 from engines.runtime.grammar import Matcher
 from engines.runtime.text_stream import TextStream
 
@@ -85,6 +86,9 @@ class Sequence:
     #: How often a younger sequence started before it.
     passed: int = 0
     matcher: Matcher | None = None
+    bad_words: BadWords | None = None
+    #: The first continuation of the same request: what it computes of their prompt is waited for and shared.
+    leader: Sequence | None = None
     #: Times each token was generated, for penalties.
     counts: dict[int, int] = field(default_factory=dict)
     admitted_at: float = field(default_factory=time.perf_counter)
@@ -106,6 +110,12 @@ class Sequence:
     def blocked(self) -> bool:
         """Its next token depends on one that is under way."""
         return self.unknown > 0 and self.params.stepwise
+
+    @property
+    def follows(self) -> bool:
+        """Whether it waits for its leader to compute their prompt."""
+        leader = self.leader
+        return leader is not None and not leader.finished and leader.computed < leader.prompt_len
 
     @property
     def generated(self) -> Ordered[int]:

@@ -1,8 +1,9 @@
-"""Token ids to text, one token at a time: no partial character, no piece of a stop string.
+"""Token ids to text, one token at a time: no partial character, no piece of a stop.
 
-Tokens are pieces of bytes, not of characters. Bytes go through an incremental UTF-8 decoder that keeps an unfinished
-character back until it is complete; U+FFFD appears only where the whole decode has it. Then text is held back as long
-as it may be the beginning of a stop string. When a stop string appears, the text ends before it.
+Tokens are pieces of bytes, not of characters, and so are stops: a stop string is its UTF-8. Bytes are held back as long
+as they may be the beginning of a stop; when one appears, the text ends before it. What is given out passes an
+incremental UTF-8 decoder that keeps an unfinished character back until it is complete; U+FFFD appears only where the
+whole decode has it.
 
 Special tokens give no text. A SentencePiece tokenizer drops the first token's leading space; so does the stream.
 """
@@ -25,11 +26,11 @@ class TokenBytes(Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
-def _held(text: str, stops: Sequence[str]) -> int:
-    """Length of the longest suffix of ``text`` that is a proper prefix of a stop string."""
-    longest = min(len(text), max((len(stop) for stop in stops), default=0))
+def _held(data: bytes, stops: Sequence[bytes]) -> int:
+    """Length of the longest suffix of ``data`` that is a proper prefix of a stop."""
+    longest = min(len(data), max((len(stop) for stop in stops), default=0))
     for length in range(longest, 0, -1):
-        tail = text[len(text) - length:]
+        tail = data[len(data) - length:]
         if any(len(stop) > length and stop.startswith(tail) for stop in stops):
             return length
     return 0
@@ -40,42 +41,40 @@ class TextStream:
 
     __slots__ = ("_decoder", "_first", "_pending", "_stops", "_tokenizer", "stopped", "text")
 
-    def __init__(self, tokenizer: TokenBytes, stops: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: TokenBytes, stops: Sequence[str | bytes] = ()) -> None:
         self._tokenizer = tokenizer
-        self._stops = tuple(stops)
+        self._stops = tuple(stop.encode() if isinstance(stop, str) else stop for stop in stops)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._first = True
-        self._pending = ""
+        self._pending = b""
         #: All text given out so far.
         self.text = ""
         self.stopped = False
 
     def push(self, token: int, *, may_stop: bool = True) -> str:
-        """Add a token; returns the text that is now safe to show. ``stopped`` is set when a stop string appeared.
+        """Add a token; returns the text that is now safe to show. ``stopped`` is set when a stop appeared.
 
-        With ``may_stop`` False (below min_tokens) stop strings are not looked for and the text so far cannot become a
-        part of one later.
+        With ``may_stop`` False (below min_tokens) stops are not looked for and what there is so far cannot become a
+        part of one later. A stop within a character leaves U+FFFD for what was before it.
         """
-        self._pending += self._decoder.decode(self._bytes(token))
+        self._pending += self._bytes(token)
         if not may_stop:
             return self._give(len(self._pending))
         found = [place for stop in self._stops if (place := self._pending.find(stop)) >= 0]
         if found:
             self.stopped = True
-            out = self._give(min(found))
-            self._pending = ""
+            out = self._give(min(found), last=True)
+            self._pending = b""
             return out
         return self._give(len(self._pending) - _held(self._pending, self._stops))
 
     def finish(self) -> str:
         """The end of the sequence: what was held back, and U+FFFD for an unfinished character."""
-        if self.stopped:
-            return ""
-        self._pending += self._decoder.decode(b"", final=True)
-        return self._give(len(self._pending))
+        return "" if self.stopped else self._give(len(self._pending), last=True)
 
-    def _give(self, length: int) -> str:
-        out, self._pending = self._pending[:length], self._pending[length:]
+    def _give(self, length: int, *, last: bool = False) -> str:
+        out = self._decoder.decode(self._pending[:length], final=last)
+        self._pending = self._pending[length:]
         self.text += out
         return out
 

@@ -12,7 +12,7 @@ from tiny_models import VOCAB
 
 from engines.errors import EngineError, LimitError
 from engines.llm import LLM
-from engines.request import Grammar, SamplingParams
+from engines.request import Grammar, SamplingParams, seed_of
 from engines.runtime.admission import Terms
 from engines.runtime.grammar import GrammarError
 from engines.runtime.loop import Loop
@@ -103,6 +103,49 @@ def test_n_gives_independent_reproducible_continuations(llm, loop) -> None:
     for delta in llm.stream(prompt_of(10), params):
         streamed[delta.outputs[0].index] += delta.outputs[0].token_ids
     assert list(streamed.values()) == texts
+
+
+@pytest.mark.parametrize(("length", "computed"), [(100, 100 + 3 * 4), (97, 97 + 3), (96, 96 + 3 * 16), (16, 4 * 16)])
+def test_the_prompt_of_n_continuations_is_computed_once(llm, loop, length: int, computed: int) -> None:
+    """All are admitted in one step; the others compute what is behind the last full block before the prompt's last
+    token. The answers are those of continuations that are asked for one by one."""
+    params = SamplingParams(n=4, max_tokens=6, temperature=1.0, seed=9, ignore_eos=True)
+    before = loop.stats()["tokens_computed"]
+    [out] = llm.generate([prompt_of(length)], params)
+    assert loop.stats()["tokens_computed"] - before == computed + 4 * 5
+    apart = []
+    for index in range(4):
+        llm.forget_prefixes()
+        one = params.model_copy(update={"n": 1, "seed": seed_of(9, index)})
+        apart += [each.token_ids for each in llm.generate([prompt_of(length)], one)[0].outputs]
+    assert [each.token_ids for each in out.outputs] == apart
+
+
+def test_continuations_go_on_when_the_first_one_is_aborted(loop) -> None:
+    numbers = loop.admit_all(prompt_of(200), SamplingParams(n=3, max_tokens=4, ignore_eos=True))
+    loop.step()
+    assert loop.stats()["waiting"] == 2
+    loop.abort(numbers[0])
+    drain(loop)
+    assert [len(loop.take(number).outputs[0].token_ids) for number in numbers[1:]] == [4, 4]
+
+
+def test_of_n_continuations_all_or_none_are_queued(loop) -> None:
+    with pytest.raises(LimitError):
+        loop.admit_all(prompt_of(5), SamplingParams(n=3, stop_token_ids=(VOCAB,)))
+    assert loop.stats()["waiting"] == 0
+    assert loop.idle
+
+
+def test_a_seeded_answer_does_not_depend_on_its_batch(llm, loop) -> None:
+    params = SamplingParams(max_tokens=16, temperature=1.0, top_p=0.95, top_k=50, min_p=0.01, seed=77, ignore_eos=True,
+                            frequency_penalty=0.3, repetition_penalty=1.1, logit_bias={3: 1.0})
+    [alone] = llm.generate([prompt_of(40)], params)
+    llm.forget_prefixes()
+    mates = [prompt_of(20 + index, index + 1) for index in range(5)]
+    each = [SamplingParams(max_tokens=9 + index, temperature=1.3, seed=index, n=1 + index % 3) for index in range(5)]
+    *_, beside = llm.generate([*mates, prompt_of(40)], [*each, params])
+    assert beside.outputs[0].token_ids == alone.outputs[0].token_ids
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": ["x", "yy"]}, "n": {"type": "integer", "maximum": 99,

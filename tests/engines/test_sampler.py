@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from chi_square import chi_square_p
 
+from engines.kernels import sample_twin
 from engines.request import SamplingParams, seed_of
+from engines.runtime import sampler
 from engines.runtime.sampler import Fault, adjust, sample, uniform
 from engines.runtime.sequence import Sequence
 
@@ -56,10 +60,48 @@ def test_top_k_and_top_p_truncate_and_renormalise() -> None:
 
 
 def test_top_p_beyond_the_first_candidates() -> None:
-    logits = torch.zeros(5000)
+    logits = torch.linspace(0.001, 0.0, 5000)
     found = draws(logits, 2000, temperature=1.0, top_p=0.5)
     assert (found > 0).sum() > 1000
-    assert (found > 0).sum() <= 2501
+    assert (found > 0).nonzero()[0].max() <= 2500
+
+
+#: Two runs of ties; the boundaries of the rules below lie inside them. id 6 is impossible.
+TIED = torch.tensor([1.0, 2.0, 1.0, 0.0, 1.0, 2.0, -math.inf, 0.0, -1.0, 1.0])
+TIED_RULES: list[tuple[dict[str, Any], list[int]]] = [
+    ({}, [0, 1, 2, 3, 4, 5, 7, 8, 9]), ({"top_k": 1}, [1, 5]), ({"top_k": 3}, [0, 1, 2, 4, 5, 9]),
+    ({"top_p": 0.1}, [1, 5]), ({"top_p": 0.6}, [0, 1, 2, 4, 5, 9]), ({"top_p": 0.97}, [0, 1, 2, 3, 4, 5, 7, 9]),
+    ({"top_k": 2, "top_p": 0.99}, [1, 5]), ({"min_p": 0.3}, [0, 1, 2, 4, 5, 9]),
+    ({"temperature": 0.5, "top_k": 9, "top_p": 0.9, "min_p": 0.1}, [0, 1, 2, 4, 5, 9]),
+    ({"logit_bias": {3: 2.0, 1: -50.0}}, [0, 2, 3, 4, 5, 7, 8, 9])]
+
+
+@pytest.mark.parametrize(("rule", "kept"), TIED_RULES, ids=str)
+def test_draws_have_the_exact_distribution_with_ties(rule: dict[str, Any], kept: list[int]) -> None:
+    count = 4000
+    params = {"temperature": 1.0} | rule
+    chosen = sample(TIED.repeat(count, 1), [sequence(position=index % 7 + 1, seed=index, **params)
+                                            for index in range(count)])
+    row = TIED.double().clone()
+    for index, bias in rule.get("logit_bias", {}).items():
+        row[index] += bias
+    wanted = torch.full_like(row, -math.inf)
+    wanted[kept] = row[kept]
+    counts = torch.bincount(torch.tensor([token for token, _ in chosen]), minlength=10)
+    assert chi_square_p(counts, torch.softmax(wanted / rule.get("temperature", 1.0), 0)) > 1e-4
+
+
+@pytest.mark.parametrize(("rule", "kept"), TIED_RULES[:-1], ids=str)
+def test_what_is_kept_is_what_the_gpu_kernel_keeps(rule: dict[str, Any], kept: list[int]) -> None:
+    defaults = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    assert sample_twin.kept(TIED, **(defaults | rule)).nonzero().flatten().tolist() == kept
+
+
+def test_an_impossible_token_is_not_drawn_at_the_edge_of_the_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = torch.tensor([[-math.inf, 1.0, -math.inf, 0.0, -math.inf]])
+    for number, token in ((0.0, 1), (math.nextafter(1.0, 0.0), 3)):
+        monkeypatch.setattr(sampler, "uniform", lambda seed, position, number=number: number)
+        assert sample(row.clone(), [sequence(temperature=1.0)])[0][0] == token
 
 
 def test_a_row_does_not_know_its_batch() -> None:
@@ -133,3 +175,11 @@ def test_derived_seeds_are_the_requests_own_first_and_then_differ() -> None:
     assert seeds[0] == 41
     assert len(set(seeds)) == 50
     assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_restrictions_that_leave_nothing_are_the_requests_own_fault() -> None:
+    row = torch.tensor([[-math.inf, 2.0, -math.inf]])
+    [(fault, _), (token, _)] = sample(row.repeat(2, 1), [sequence(stop_ids=frozenset({1}), min_tokens=5), sequence()])
+    assert isinstance(fault, Fault)
+    assert fault.message == "min_tokens allow no token that the model has"
+    assert token == 1

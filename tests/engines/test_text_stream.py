@@ -27,7 +27,7 @@ class Bytes:
         return text.removeprefix(" ") if self.drops_space else text
 
 
-def run(data: bytes, stops: Sequence[str] = ()) -> tuple[list[str], TextStream]:
+def run(data: bytes, stops: Sequence[str | bytes] = ()) -> tuple[list[str], TextStream]:
     stream = TextStream(Bytes(), stops)
     pieces = []
     for byte in data:
@@ -65,6 +65,19 @@ def test_stop_strings_may_be_prefixes_of_each_other_and_cross_characters() -> No
     assert "".join(run(b"x ab", ["abc", "ab"])[0]) == "x "
     assert "".join(run("wörter".encode(), ["ört"])[0]) == "w"
     assert "".join(run(b"aab", ["ab"])[0]) == "a"
+
+
+def test_a_stop_may_be_bytes_that_are_no_text() -> None:
+    for data, stop, shown in ((b"ab\xff\xfecd", b"\xff\xfe", "ab"), (b"a\x00b", b"\x00", "a"),
+                              ("a漢b".encode(), "漢".encode()[1:2], "a\ufffd"), (b"x\xffy", b"\xff\xfe", "x\ufffdy")):
+        pieces, stream = run(data, [stop])
+        assert "".join(pieces) == stream.text == shown
+        assert stream.stopped == (stop in data)
+
+
+def test_a_stop_beside_broken_bytes_is_found() -> None:
+    pieces, stream = run(b"\xe6ab", ["ab"])
+    assert ("".join(pieces), stream.stopped) == ("\ufffd", True)
 
 
 def test_below_min_tokens_a_stop_is_ignored_and_cannot_finish_later() -> None:

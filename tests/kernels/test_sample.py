@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
+from chi_square import chi_square_p
 
 from engines.kernels import sample, sample_twin
 from engines.kernels.impl import KernelConfig
@@ -34,20 +33,6 @@ def run(logits, rows, config=CONFIG, twin=False):
         work[0].fill_(float("nan"))
         sample.launch(logits, rows, tokens, logprobs, work, config)
     return tokens.cpu(), logprobs.cpu()
-
-
-def chi_square_p(counts, probabilities):
-    """P(chi2 >= seen) by the Wilson-Hilferty normal approximation; cells expected under 5 are pooled."""
-    expected = probabilities * counts.sum()
-    big = expected >= 5
-    cells = torch.cat([counts[big].double(), counts[~big].sum()[None].double()])
-    wanted = torch.cat([expected[big].double(), expected[~big].sum()[None].double()])
-    assert cells[wanted == 0].eq(0).all(), "a token that must not appear was drawn"
-    cells, wanted = cells[wanted > 0], wanted[wanted > 0]
-    freedom = max(1, len(cells) - 1)
-    chi = float(((cells - wanted) ** 2 / wanted).sum())
-    z = ((chi / freedom) ** (1 / 3) - (1 - 2 / (9 * freedom))) / math.sqrt(2 / (9 * freedom))
-    return 0.5 * math.erfc(z / math.sqrt(2))
 
 
 RULES = [{}, {"temperature": 0.7}, {"top_k": 5}, {"top_p": 0.6}, {"min_p": 0.1}, {"top_k": 6, "top_p": 0.7},

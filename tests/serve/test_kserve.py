@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import httpx
@@ -64,6 +65,16 @@ def test_infer_gives_the_engines_own_answers(client, expected, binary_in: bool, 
     assert found.as_numpy("completion_tokens").tolist() == [len(out.token_ids) for out in expected]
     rows = found.as_numpy("output_ids")
     assert [[one for one in row if one >= 0] for row in rows.tolist()] == [out.token_ids for out in expected]
+
+
+def test_words_are_lists_and_numbers_are_one_for_all(client, expected) -> None:
+    word = next(a + b for a, b in itertools.pairwise(expected[0].text) if "\ufffd" not in a + b)
+    inputs = [tensor("text_input", PROMPTS, "BYTES"), tensor("max_tokens", [10], "INT32"),
+              tensor("bad_words", [word, "never said"], "BYTES")]
+    found = client.infer("tiny", inputs).as_numpy("text_output").tolist()
+    assert not any(word.encode() in text for text in found)
+    with pytest.raises(InferenceServerException, match="top_k has 2 values"):
+        client.infer("tiny", [*inputs, tensor("top_k", [1, 2], "INT32")])
 
 
 def test_infer_without_asking_for_outputs_and_with_ids(client, expected, tiny_engine) -> None:

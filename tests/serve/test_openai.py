@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 
@@ -133,6 +134,19 @@ def test_bias_and_penalties_change_the_answer_as_they_say(client) -> None:
                                        presence_penalty=2, extra_body={"repetition_penalty": 10.0, "ignore_eos": True},
                                        logprobs=0)
     assert len(set(spread.choices[0].logprobs.tokens)) > 30
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_bad_words_are_in_no_answer(client, stream: bool) -> None:
+    options = {"model": "tiny", "prompt": PROMPT, "max_tokens": 30, "temperature": 0}
+    plain = client.completions.create(**options).choices[0].text
+    word = next(a + b for a, b in itertools.pairwise(plain) if "\ufffd" not in a + b)
+    found = client.completions.create(**options, stream=stream, extra_body={"bad_words": [word]})
+    text = "".join(event.choices[0].text for event in found) if stream else found.choices[0].text
+    assert word in plain
+    assert word not in text
+    with pytest.raises(openai.BadRequestError, match="bad_words"):
+        client.completions.create(**options, extra_body={"bad_words": [""]})
 
 
 SCHEMA = {"type": "object", "properties": {"name": {"enum": ["Ann", "Bo"]}, "age": {"type": "integer", "minimum": 0,

@@ -5,7 +5,7 @@
     max_tokens INT32, temperature FP32, top_k INT32, top_p FP32,      finish_reason      BYTES [n]
     min_p FP32, random_seed INT64, stop_words BYTES [k],              prompt_tokens      INT32 [n]
     repetition_penalty, presence_penalty, frequency_penalty FP32,     completion_tokens  INT32 [n]
-    ignore_eos BOOL                               all [1]
+    bad_words BYTES [j], ignore_eos BOOL          all others [1]
 
 ``generate`` takes the same names as plain JSON values. Without ``temperature`` an answer is greedy.
 """
@@ -21,7 +21,7 @@ from engines.request import SamplingParams
 from toolkit.serve.faults import ApiError, bad
 from toolkit.serve.protocol import validated
 from toolkit.serve.service import Service
-from toolkit.serve.tensors import INPUTS, OUTPUTS, VERSION
+from toolkit.serve.tensors import INPUTS, LISTS, OUTPUTS, VERSION
 
 EXTENSIONS = ["binary_tensor_data", "model_configuration", "generate"]
 DEFAULT_MAX_TOKENS = 16
@@ -100,7 +100,7 @@ def read_values(values: Mapping[str, Any]) -> tuple[list[str | list[int]], Sampl
     fields: dict[str, Any] = {"max_tokens": DEFAULT_MAX_TOKENS}
     for name, (_, _, field) in INPUTS.items():
         if field is not None and name in values:
-            fields[field] = tuple(values[name]) if field == "stop" else _one(name, values[name])
+            fields[field] = tuple(values[name]) if field in LISTS else _one(name, values[name])
     params = validated(SamplingParams, fields)
     if params.max_tokens < 1:
         raise bad("max_tokens is 0", "max_tokens")

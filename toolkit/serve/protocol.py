@@ -2,7 +2,8 @@
 
 OpenAI's fields without effect here (``user``, ``metadata``, ``store`` false, ``service_tier`` auto or default) are
 accepted at those values only. Extensions: ``ignore_eos``, ``top_k``, ``min_p``, ``min_tokens``, ``stop_token_ids``,
-``repetition_penalty``, ``cache_salt``, ``priority``; ``response_format`` also takes {"type": "regex", "regex": "..."}.
+``bad_words``, ``repetition_penalty``, ``cache_salt``, ``priority``; ``response_format`` also takes {"type": "regex",
+"regex": "..."}.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ class Sampled(Frozen):
     repetition_penalty: float = Field(default=1.0, gt=0.0, le=10.0)
     min_tokens: int = Field(default=0, ge=0)
     stop_token_ids: Ids = Field(default_factory=list)
+    bad_words: list[str] = Field(default_factory=list)
     ignore_eos: bool = False
     cache_salt: str = Field(default="", max_length=256)
     priority: int = Field(default=0, ge=-100, le=100)
@@ -78,7 +80,7 @@ class Sampled(Frozen):
             "frequency_penalty": self.frequency_penalty, "repetition_penalty": self.repetition_penalty,
             "logit_bias": {int(index): bias for index, bias in (self.logit_bias or {}).items()}, "seed": self.seed,
             "stop": (*self.stops, *stop), "stop_token_ids": tuple(self.stop_token_ids), "ignore_eos": self.ignore_eos,
-            "logprobs": logprobs, "grammar": grammar})
+            "bad_words": tuple(self.bad_words), "logprobs": logprobs, "grammar": grammar})
 
 
 class CompletionRequest(Sampled):

@@ -27,8 +27,11 @@ INPUTS: dict[str, tuple[str, list[int], str | None]] = {
     "max_tokens": ("INT32", [1], "max_tokens"), "temperature": ("FP32", [1], "temperature"),
     "top_k": ("INT32", [1], "top_k"), "top_p": ("FP32", [1], "top_p"), "min_p": ("FP32", [1], "min_p"),
     "random_seed": ("INT64", [1], "seed"), "stop_words": ("BYTES", [-1], "stop"),
+    "bad_words": ("BYTES", [-1], "bad_words"),
     "repetition_penalty": ("FP32", [1], "repetition_penalty"), "presence_penalty": ("FP32", [1], "presence_penalty"),
     "frequency_penalty": ("FP32", [1], "frequency_penalty"), "ignore_eos": ("BOOL", [1], "ignore_eos")}
+#: Fields that take a list; all others are one value for all prompts.
+LISTS = frozenset({"stop", "bad_words"})
 OUTPUTS: dict[str, tuple[str, list[int]]] = {
     "text_output": ("BYTES", [-1]), "output_ids": ("INT32", [-1, -1]), "finish_reason": ("BYTES", [-1]),
     "prompt_tokens": ("INT32", [-1]), "completion_tokens": ("INT32", [-1])}

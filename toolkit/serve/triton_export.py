@@ -18,7 +18,7 @@ from typing import Any
 
 from calib.artifact import Artifact
 from toolkit.errors import UsageError
-from toolkit.serve.tensors import INPUTS, OUTPUTS, VERSION
+from toolkit.serve.tensors import INPUTS, LISTS, OUTPUTS, VERSION
 
 _MODEL = '''"""An engine for Triton Inference Server's Python backend; written by `toolkit export triton-server`."""
 
@@ -35,7 +35,7 @@ def configuration(name: str, max_batch_size: int, device: str) -> dict[str, Any]
 
     def dims(shape: Sequence[int], scalar: bool) -> list[int]:
         return [1] if scalar else list(shape[1:]) or [1]
-    inputs = [{"name": key, "data_type": typed(kind), "dims": [-1] if key == "stop_words" else
+    inputs = [{"name": key, "data_type": typed(kind), "dims": [-1] if field in LISTS else
                dims(shape, field is not None), "optional": True} for key, (kind, shape, field) in INPUTS.items()]
     outputs = [{"name": key, "data_type": typed(kind), "dims": dims(shape, False)}
                for key, (kind, shape) in OUTPUTS.items()]

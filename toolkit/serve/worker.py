@@ -116,10 +116,8 @@ class Worker:
                 job.numbers[0] = self._loop.admit_score(message["prompt"], message["score"], None, terms)
             else:
                 params = SamplingParams.model_validate(message["params"])
-                for index in range(params.n):
-                    job.numbers[index] = self._loop.admit(message["prompt"], params, index=index, terms=terms)
+                job.numbers |= enumerate(self._loop.admit_all(message["prompt"], params, terms))
         except ToolkitError as error:
-            self._drop(job)
             self._wire.send({"ev": "refused", "id": job.identity, "code": error.code, "message": error.message,
                              "hint": error.hint})
             return
