@@ -20,8 +20,9 @@ from engines.device import Device
 from engines.errors import EngineError
 from engines.kernels.cpu.native.grids import NAME
 from engines.kernels.cpu.native.grids import bits as tile_bits
-from engines.models.decoder import ActivationKeys, ModelFacts, decoder_program
-from engines.models.llama import model_facts
+from engines.models.decoder import ActivationKeys, decoder_program
+from engines.models.facts import ModelFacts
+from engines.models.families import model_facts
 from engines.parallel.mesh import Mesh
 from engines.program import Linear, Program, linear_shape
 
@@ -98,6 +99,7 @@ class Plan(Frozen):
     deterministic: bool
     tp: int
     pp: int
+    notes: tuple[str, ...] = ()
 
     def choice(self, op: Linear) -> KernelChoice:
         """The kernel of a linear."""
@@ -196,7 +198,10 @@ def make_plan(config: Mapping[str, Any], schemes: Mapping[str, Scheme], kv: Grid
                           "Leave it out; rows agree across batches within 1e-5 of the largest logit.")
     table = (*kernels, *(KernelChoice(op=name, shape="any", max_tokens=spec.max_num_tokens,
                                       impl="compiled" if compiled else "torch") for name in others))
+    slow = () if compiled else (f"steps run through torch's operators: the compiled step "
+                                f"{compiled_cpu.refuses(program) or 'was slower'}",)
     return Plan(device=device, model=facts, program=program, fusions=fusions, ops_unfused=len(unfused.ops),
                 kernels=table, limits=limits, memory=memory, kv=kv, compute_dtype="fp32",
-                deterministic=spec.deterministic, tp=spec.tp, pp=spec.pp)
+                deterministic=spec.deterministic, tp=spec.tp, pp=spec.pp,
+                notes=(*facts.notes(limits.max_seq_len), *slow))
 

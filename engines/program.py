@@ -40,20 +40,22 @@ class ActQuant(Frozen):
 
 
 class Embed(Frozen):
-    """out[t] = weight[token[t]]."""
+    """out[t] = weight[token[t]] * scale."""
 
     op: Literal["embed"] = "embed"
     weight: str
+    scale: float = 1.0
     out: str
 
 
 class RMSNorm(Frozen):
-    """out = x / sqrt(mean(x^2) + eps) * weight, then ``quant``."""
+    """out = x / sqrt(mean(x^2) + eps) * (weight + offset), then ``quant``."""
 
     op: Literal["rms_norm"] = "rms_norm"
     x: str
     weight: str
     eps: float
+    offset: float = 0.0
     quant: ActQuant | None = None
     out: str
 
@@ -70,7 +72,8 @@ class Quantize(Frozen):
 class Linear(Frozen):
     """out [t, n] = x [t, k] times the stacked weights of ``parts`` transposed (+ their biases).
 
-    ``rows`` are the parts' own row counts. ``activation`` is the grid that x arrives on.
+    ``rows`` are the parts' own row counts. ``activation`` is the grid that x arrives on. ``order`` names the contents
+    of the weight's g_idx: linears of different orders are never stacked.
     """
 
     op: Literal["linear"] = "linear"
@@ -80,6 +83,7 @@ class Linear(Frozen):
     k: int
     weight: Grid = BF16
     activation: Grid | None = None
+    order: str | None = None
     bias: bool = False
     out: str
 
@@ -90,7 +94,8 @@ class Linear(Frozen):
 
 def linear_shape(op: Linear) -> str:
     """The key of a linear in the KernelTable and in the tuning cache."""
-    return f"n={op.n} k={op.k} weight={op.weight} activation={op.activation or '16-bit'}"
+    order = "" if op.order is None else " act_order"
+    return f"n={op.n} k={op.k} weight={op.weight}{order} activation={op.activation or '16-bit'}"
 
 
 class Split(Frozen):
@@ -102,13 +107,30 @@ class Split(Frozen):
     outs: tuple[str, ...]
 
 
+class HeadNorm(Frozen):
+    """RMSNorm of every head of x [t, heads * head_dim] by itself, with one weight [head_dim] (+ offset)."""
+
+    op: Literal["head_norm"] = "head_norm"
+    x: str
+    weight: str
+    eps: float
+    offset: float = 0.0
+    heads: int
+    head_dim: int
+    out: str
+
+
 class Rope(Frozen):
-    """Rotary position embedding of x [t, heads * head_dim], pairs (i, i + head_dim / 2)."""
+    """Rotary position embedding of x [t, heads * head_dim], pairs (i, i + d / 2) of a head's first d dimensions.
+
+    The frequencies are the model's, or those of its layers with a window (``local``).
+    """
 
     op: Literal["rope"] = "rope"
     x: str
     heads: int
     head_dim: int
+    local: bool = False
     out: str
 
 
@@ -124,7 +146,11 @@ class KVWrite(Frozen):
 
 
 class Attention(Frozen):
-    """Causal attention of q [t, heads * head_dim] over each sequence's cached keys and values."""
+    """Causal attention of q [t, heads * head_dim] over each sequence's cached keys and values.
+
+    softmax(cap(q k * scale)) v over the last ``window`` tokens (0: all), the own one among them; ``scale`` None is
+    1 / sqrt(head_dim), cap(s) = softcap * tanh(s / softcap), or s without.
+    """
 
     op: Literal["attention"] = "attention"
     q: str
@@ -132,15 +158,24 @@ class Attention(Frozen):
     heads: int
     kv_heads: int
     head_dim: int
+    window: int = 0
+    softcap: float | None = None
+    scale: float | None = None
     out: str
+
+    @property
+    def factor(self) -> float:
+        """What q k is multiplied by."""
+        return self.head_dim ** -0.5 if self.scale is None else self.scale
 
 
 class SiluMul(Frozen):
-    """out = gate * sigmoid(gate) * up."""
+    """out = activation(gate) * up; silu (gate * sigmoid(gate)) where nothing else is said."""
 
     op: Literal["silu_mul"] = "silu_mul"
     gate: str
     up: str
+    activation: Literal["silu", "gelu_tanh"] = "silu"
     out: str
 
 
@@ -161,6 +196,15 @@ class SelectRows(Frozen):
     out: str
 
 
+class SoftCap(Frozen):
+    """out = cap * tanh(x / cap)."""
+
+    op: Literal["soft_cap"] = "soft_cap"
+    x: str
+    cap: float
+    out: str
+
+
 class AddNorm(Frozen):
     """Fused: residual_out = x + residual; out = RMSNorm(residual_out), then ``quant``."""
 
@@ -169,13 +213,24 @@ class AddNorm(Frozen):
     residual: str
     weight: str
     eps: float
+    offset: float = 0.0
     quant: ActQuant | None = None
     residual_out: str
     out: str
 
 
+class HeadNorms(Frozen):
+    """The HeadNorms of q and k inside a RopeKV."""
+
+    q: str
+    k: str
+    eps: float
+    offset: float = 0.0
+
+
 class RopeKV(Frozen):
-    """Fused: from a stacked qkv [t, (heads + 2 kv_heads) * head_dim], rotate q and k, store k and v, give q."""
+    """Fused: from a stacked qkv [t, (heads + 2 kv_heads) * head_dim], [normalise and] rotate q and k, store k and v,
+    give q."""
 
     op: Literal["rope_kv"] = "rope_kv"
     qkv: str
@@ -183,21 +238,24 @@ class RopeKV(Frozen):
     heads: int
     kv_heads: int
     head_dim: int
+    local: bool = False
+    norms: HeadNorms | None = None
     out: str
 
 
 class GatedSilu(Frozen):
-    """Fused: from a stacked gate_up [t, 2 * width], gate * sigmoid(gate) * up, then ``quant``."""
+    """Fused: from a stacked gate_up [t, 2 * width], activation(gate) * up (as SiluMul), then ``quant``."""
 
     op: Literal["gated_silu"] = "gated_silu"
     gate_up: str
     width: int
+    activation: Literal["silu", "gelu_tanh"] = "silu"
     quant: ActQuant | None = None
     out: str
 
 
-Op = Annotated[Embed | RMSNorm | Quantize | Linear | Split | Rope | KVWrite | Attention | SiluMul | Add | SelectRows
-               | AddNorm | RopeKV | GatedSilu, Field(discriminator="op")]
+Op = Annotated[Embed | RMSNorm | Quantize | Linear | Split | HeadNorm | Rope | KVWrite | Attention | SiluMul | Add
+               | SelectRows | SoftCap | AddNorm | RopeKV | GatedSilu, Field(discriminator="op")]
 
 _READS = ("x", "q", "k", "v", "a", "b", "gate", "up", "residual", "qkv", "gate_up")
 _WRITES = ("residual_out", "out")

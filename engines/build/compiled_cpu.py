@@ -22,10 +22,11 @@ from engines.program import (
     RMSNorm,
     RopeKV,
     SelectRows,
+    SoftCap,
     linear_shape,
 )
 
-_COMPILED = (Embed, RMSNorm, AddNorm, Quantize, Linear, RopeKV, Attention, GatedSilu, SelectRows, Add)
+_COMPILED = (Embed, RMSNorm, AddNorm, Quantize, Linear, RopeKV, Attention, GatedSilu, SelectRows, SoftCap, Add)
 
 
 def refuses(program: Program) -> str | None:

@@ -1,7 +1,7 @@
 """Rewrites of a Program: fewer, larger Ops with the same result. Each is a function Program -> Program with a test.
 
     stack_linears   q, k, v (and gate, up) that read the same rows on the same grids -> one Linear and a Split
-    fuse_rope_kv    Split + two Ropes + KVWrite -> RopeKV on the stacked rows
+    fuse_rope_kv    Split [+ two HeadNorms] + two Ropes + KVWrite -> RopeKV on the stacked rows
     fuse_silu       Split + SiluMul -> GatedSilu on the stacked rows
     fuse_add_norm   Add + RMSNorm -> AddNorm
     fuse_quantize   a norm or GatedSilu whose only reader is a Quantize -> it quantizes itself
@@ -20,6 +20,8 @@ from engines.program import (
     Add,
     AddNorm,
     GatedSilu,
+    HeadNorm,
+    HeadNorms,
     KVWrite,
     Linear,
     Op,
@@ -52,7 +54,7 @@ def _joined(parts: Sequence[Linear]) -> list[Op]:
 
 
 def _stackable(a: Linear, b: Linear) -> bool:
-    return (a.x, a.weight, a.activation, a.bias, a.k) == (b.x, b.weight, b.activation, b.bias, b.k)
+    return (a.x, a.weight, a.activation, a.order, a.bias, a.k) == (b.x, b.weight, b.activation, b.order, b.bias, b.k)
 
 
 def stack_linears(program: Program) -> Program:
@@ -71,19 +73,29 @@ def stack_linears(program: Program) -> Program:
 
 
 def fuse_rope_kv(program: Program) -> Program:
-    """[Split(q, k, v), Rope(q), Rope(k), KVWrite] -> RopeKV."""
+    """[Split(q, k, v), Rope(q), Rope(k), KVWrite] -> RopeKV; HeadNorms of q and k before the Ropes go into it."""
     ops: list[Op] = []
     rest = list(program.ops)
     while rest:
-        match rest[:4]:
-            case [Split() as split, Rope() as q, Rope() as k, KVWrite() as write] if (
+        match rest[:6]:
+            case [Split() as split, Rope() as q, Rope() as k, KVWrite() as write, *_] if (
                     split.outs == (q.x, k.x, write.v) and write.k == k.out):
-                ops.append(RopeKV(qkv=split.x, layer=write.layer, heads=q.heads, kv_heads=write.kv_heads,
-                                  head_dim=write.head_dim, out=q.out))
+                ops.append(_rope_kv(split, q, write, None))
                 del rest[:4]
+            case [Split() as split, HeadNorm() as q_norm, HeadNorm() as k_norm, Rope() as q, Rope() as k,
+                  KVWrite() as write] if (split.outs == (q_norm.x, k_norm.x, write.v) and write.k == k.out
+                                          and (q.x, k.x) == (q_norm.out, k_norm.out)):
+                ops.append(_rope_kv(split, q, write, HeadNorms(q=q_norm.weight, k=k_norm.weight, eps=q_norm.eps,
+                                                               offset=q_norm.offset)))
+                del rest[:6]
             case _:
                 ops.append(rest.pop(0))
     return Program(ops=tuple(ops))
+
+
+def _rope_kv(split: Split, q: Rope, write: KVWrite, norms: HeadNorms | None) -> RopeKV:
+    return RopeKV(qkv=split.x, layer=write.layer, heads=q.heads, kv_heads=write.kv_heads, head_dim=write.head_dim,
+                  local=q.local, norms=norms, out=q.out)
 
 
 def fuse_silu(program: Program) -> Program:
@@ -92,7 +104,7 @@ def fuse_silu(program: Program) -> Program:
     for op in program.ops:
         last = ops[-1] if ops else None
         if isinstance(op, SiluMul) and isinstance(last, Split) and last.outs == (op.gate, op.up):
-            ops[-1] = GatedSilu(gate_up=last.x, width=last.widths[0], out=op.out)
+            ops[-1] = GatedSilu(gate_up=last.x, width=last.widths[0], activation=op.activation, out=op.out)
         else:
             ops.append(op)
     return Program(ops=tuple(ops))
@@ -104,8 +116,8 @@ def fuse_add_norm(program: Program) -> Program:
     for op in program.ops:
         last = ops[-1] if ops else None
         if isinstance(op, RMSNorm) and isinstance(last, Add) and last.out == op.x:
-            ops[-1] = AddNorm(x=last.a, residual=last.b, weight=op.weight, eps=op.eps, quant=op.quant,
-                              residual_out=last.out, out=op.out)
+            ops[-1] = AddNorm(x=last.a, residual=last.b, weight=op.weight, eps=op.eps, offset=op.offset,
+                              quant=op.quant, residual_out=last.out, out=op.out)
         else:
             ops.append(op)
     return Program(ops=tuple(ops))

@@ -14,7 +14,7 @@ from engines.build.impls import activation_mode, group_of
 from engines.kernels import attention_decode, attention_prefill, embedding, norm, quantize, rope_kv, sample, silu_mul
 from engines.kernels.impl import DeviceFacts, KernelConfig
 from engines.kernels.jit import ActQuant as Mode
-from engines.models.decoder import ModelFacts
+from engines.models.facts import ModelFacts
 from engines.plan import KernelChoice
 from engines.program import GatedSilu, Program
 

@@ -21,7 +21,8 @@ from engines.build.kernel_table import default_table
 from engines.device import Device
 from engines.errors import EngineError
 from engines.kernels.impl import KernelConfig
-from engines.models.decoder import ActivationKeys, ModelFacts
+from engines.models.decoder import ActivationKeys
+from engines.models.facts import ModelFacts
 from engines.parallel.mesh import Mesh
 from engines.plan import EngineSpec, KernelChoice, Limits, MemoryPlan, Plan, fused_program, linear_shape
 from engines.program import AddNorm, Embed, Linear, Program, RMSNorm

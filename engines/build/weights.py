@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from calib.scheme import Grid, Scheme
 from engines.errors import EngineError
 from engines.kernels.cpu.disk import FIELDS, Stored, as_bf16, pack
-from engines.program import ActQuant, AddNorm, Embed, Linear, Program, RMSNorm
+from engines.program import ActQuant, AddNorm, Embed, HeadNorm, Linear, Program, RMSNorm, RopeKV
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 Part = Mapping[str, torch.Tensor]
@@ -67,7 +67,9 @@ def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
 
 def stored_names(program: Program, kv: Grid) -> set[str]:
     """Names of everything that is stored besides linears."""
-    names = {f"{op.weight}.weight" for op in program.ops if isinstance(op, RMSNorm | AddNorm | Embed)}
+    names = {f"{op.weight}.weight" for op in program.ops if isinstance(op, RMSNorm | AddNorm | HeadNorm | Embed)}
+    heads = [op.norms for op in program.ops if isinstance(op, RopeKV) and op.norms is not None]
+    names |= {f"{name}.weight" for norms in heads for name in (norms.q, norms.k)}
     names |= {name for quant in quants(program) for name in (quant.input_scale, quant.pre_quant_scale) if name}
     if kv.quantized:
         layers = {op.layer for op in program.ops if op.op == "attention"}

@@ -1,28 +1,27 @@
-"""The one decoder program, and what a family must say to get it.
+"""The one decoder program, and how it follows from a family's facts.
 
     x = embed(token)
     for every layer:   x = x + o_proj(attention(rope(q), rope(k), v))        with q, k, v of norm(x)
                        x = x + down_proj(silu(gate_proj(h)) * up_proj(h))    with h = norm(x)
     logits = lm_head(norm(x))
 
-A family is a function from config.json to ``ModelFacts``; the program follows from the facts. Quantized activations
-are explicit Ops here: linears that read the same rows through the same ActQuant share one.
+A family differs from this by facts (``facts.py``), each of which is an option of an Op or one Op more. Quantized
+activations are explicit Ops here: linears that read the same rows through the same ActQuant share one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
 
-from pydantic import Field
-
-from calib.scheme import Frozen, Scheme
+from calib.scheme import Scheme
 from engines.errors import EngineError
+from engines.models.facts import ModelFacts
 from engines.program import (
     ActQuant,
     Add,
     Attention,
     Embed,
+    HeadNorm,
     KVWrite,
     Linear,
     Op,
@@ -32,81 +31,45 @@ from engines.program import (
     Rope,
     SelectRows,
     SiluMul,
+    SoftCap,
+    Split,
 )
-
-
-class RopeFacts(Frozen):
-    """Rotary frequencies. ``kind`` default, linear (positions / factor) or llama3 (long wavelengths / factor)."""
-
-    kind: Literal["default", "linear", "llama3"] = "default"
-    theta: float = Field(gt=0)
-    factor: float = Field(default=1.0, gt=0)
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position: int = 0
-
-
-class ModelFacts(Frozen):
-    """Everything about an architecture that the program, the plan and the runner need."""
-
-    family: str
-    vocab_size: int = Field(gt=0)
-    hidden_size: int = Field(gt=0)
-    intermediate_size: int = Field(gt=0)
-    num_layers: int = Field(gt=0)
-    num_heads: int = Field(gt=0)
-    num_kv_heads: int = Field(gt=0)
-    head_dim: int = Field(gt=0)
-    norm_eps: float = Field(gt=0)
-    rope: RopeFacts
-    max_position: int = Field(gt=0)
-    tied_embeddings: bool = False
-    attention_bias: bool = False
-    mlp_bias: bool = False
-
 
 #: Module -> key over the *contents* of its activation scales: equal keys, equal values (see build/weights.py).
 ActivationKeys = Mapping[str, str]
 
 
-def rope_facts(config: Mapping[str, Any], supported: tuple[str, ...] = ("default", "linear", "llama3")) -> RopeFacts:
-    """Read either layout of rope settings (``rope_parameters``, or ``rope_theta`` with ``rope_scaling``)."""
-    section = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta = float(section.get("rope_theta", config.get("rope_theta", 10000.0)))
-    kind = section.get("rope_type", section.get("type", "default"))
-    if kind not in supported:
-        raise EngineError(f"rope type {kind!r} is not supported", f"Supported: {', '.join(supported)}.")
-    partial = section.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    if partial != 1.0:
-        raise EngineError(f"partial_rotary_factor {partial} is not supported", "Only whole heads are rotated.")
-    if kind == "default":
-        return RopeFacts(theta=theta)
-    if kind == "linear":
-        return RopeFacts(kind="linear", theta=theta, factor=section["factor"])
-    return RopeFacts(kind="llama3", theta=theta, factor=section["factor"], low_freq_factor=section["low_freq_factor"],
-                     high_freq_factor=section["high_freq_factor"],
-                     original_max_position=section["original_max_position_embeddings"])
-
-
 class _Emitter:
     """Collects Ops; shares one Quantize among linears that read equal codes of the same rows."""
 
-    def __init__(self, schemes: Mapping[str, Scheme], keys: ActivationKeys) -> None:
+    def __init__(self, facts: ModelFacts, schemes: Mapping[str, Scheme], keys: ActivationKeys) -> None:
         self.ops: list[Op] = []
-        self._schemes, self._keys = schemes, keys
+        self._facts, self._schemes, self._keys = facts, schemes, keys
         self._quantized: dict[tuple[str, str], str] = {}
 
     def add(self, op: Op) -> None:
         self.ops.append(op)
 
-    def norm(self, x: str, module: str, eps: float, out: str) -> str:
-        self.add(RMSNorm(x=x, weight=module, eps=eps, out=out))
+    def norm(self, x: str, module: str, out: str) -> str:
+        self.add(RMSNorm(x=x, weight=module, eps=self._facts.norm_eps, offset=self._facts.norm_offset, out=out))
         return out
+
+    def head_norm(self, x: str, module: str, heads: int, out: str) -> str:
+        self.add(HeadNorm(x=x, weight=module, eps=self._facts.norm_eps, offset=self._facts.norm_offset, heads=heads,
+                          head_dim=self._facts.head_dim, out=out))
+        return out
+
+    def fused(self, x: str, module: str, k: int, bias: bool, outs: Mapping[str, int]) -> None:
+        """One matrix of the checkpoint for several values."""
+        stacked = "+".join(outs)
+        self.linear(x, module, sum(outs.values()), k, bias, stacked)
+        self.add(Split(x=stacked, widths=tuple(outs.values()), outs=tuple(outs)))
 
     def linear(self, x: str, module: str, n: int, k: int, bias: bool, out: str) -> str:
         scheme = self._schemes.get(module, Scheme())
         self.add(Linear(x=self._activation(x, module, scheme), parts=(module,), rows=(n,), k=k, weight=scheme.weight,
-                        activation=scheme.activation, bias=bias, out=out))
+                        activation=scheme.activation, order=self._keys.get(module, module) if scheme.act_order else None,
+                        bias=bias, out=out))
         return out
 
     def _activation(self, x: str, module: str, scheme: Scheme) -> str:
@@ -124,20 +87,22 @@ class _Emitter:
 
 def decoder_program(facts: ModelFacts, schemes: Mapping[str, Scheme], keys: ActivationKeys) -> Program:
     """The unfused program. ``schemes`` by module (absent: bf16), ``keys`` as in ``ActivationKeys``."""
-    emit = _Emitter(schemes, keys)
-    emit.add(Embed(weight="model.embed_tokens", out="embed"))
+    emit = _Emitter(facts, schemes, keys)
+    emit.add(Embed(weight="model.embed_tokens", scale=facts.embedding_scale, out="embed"))
     x = "embed"
     for layer in range(facts.num_layers):
         x = _attention_block(emit, facts, layer, x)
         x = _mlp_block(emit, facts, layer, x)
     emit.add(SelectRows(x=x, out="selected"))
-    h = emit.norm("selected", "model.norm", facts.norm_eps, "final")
+    h = emit.norm("selected", "model.norm", "final")
     tied = facts.tied_embeddings and "lm_head" not in schemes
     if "model.embed_tokens" in schemes:
         raise EngineError(f"the embedding is quantized ({schemes['model.embed_tokens'].weight})",
                           "Embeddings stay unquantized; quantize lm_head instead.")
     head = "model.embed_tokens" if tied else "lm_head"
-    emit.linear(h, head, facts.vocab_size, facts.hidden_size, False, "logits")
+    logits = emit.linear(h, head, facts.vocab_size, facts.hidden_size, False, "logits")
+    if facts.logit_softcap is not None:
+        emit.add(SoftCap(x=logits, cap=facts.logit_softcap, out="capped"))
     program = Program(ops=tuple(emit.ops))
     program.check()
     return program
@@ -146,25 +111,46 @@ def decoder_program(facts: ModelFacts, schemes: Mapping[str, Scheme], keys: Acti
 def _attention_block(emit: _Emitter, facts: ModelFacts, layer: int, x: str) -> str:
     base, at = f"model.layers.{layer}.self_attn", f"L{layer}"
     heads, kv_heads, dim = facts.num_heads, facts.num_kv_heads, facts.head_dim
-    h = emit.norm(x, f"model.layers.{layer}.input_layernorm", facts.norm_eps, f"{at}.attn_in")
-    for name, count in (("q", heads), ("k", kv_heads), ("v", kv_heads)):
-        emit.linear(h, f"{base}.{name}_proj", count * dim, facts.hidden_size, facts.attention_bias, f"{at}.{name}")
-    emit.add(Rope(x=f"{at}.q", heads=heads, head_dim=dim, out=f"{at}.q_rot"))
-    emit.add(Rope(x=f"{at}.k", heads=kv_heads, head_dim=dim, out=f"{at}.k_rot"))
+    h = emit.norm(x, f"model.layers.{layer}.input_layernorm", f"{at}.attn_in")
+    widths = {"q": heads * dim, "k": kv_heads * dim, "v": kv_heads * dim}
+    if facts.fused_weights:
+        emit.fused(h, f"{base}.qkv_proj", facts.hidden_size, facts.qkv_bias,
+                   {f"{at}.{name}": width for name, width in widths.items()})
+    else:
+        for name, width in widths.items():
+            emit.linear(h, f"{base}.{name}_proj", width, facts.hidden_size, facts.qkv_bias, f"{at}.{name}")
+    q, k = f"{at}.q", f"{at}.k"
+    if facts.qk_norm:
+        q = emit.head_norm(q, f"{base}.q_norm", heads, f"{at}.q_norm")
+        k = emit.head_norm(k, f"{base}.k_norm", kv_heads, f"{at}.k_norm")
+    local = facts.is_local(layer)
+    emit.add(Rope(x=q, heads=heads, head_dim=dim, local=local, out=f"{at}.q_rot"))
+    emit.add(Rope(x=k, heads=kv_heads, head_dim=dim, local=local, out=f"{at}.k_rot"))
     emit.add(KVWrite(k=f"{at}.k_rot", v=f"{at}.v", layer=layer, kv_heads=kv_heads, head_dim=dim))
-    emit.add(Attention(q=f"{at}.q_rot", layer=layer, heads=heads, kv_heads=kv_heads, head_dim=dim, out=f"{at}.attn"))
-    o = emit.linear(f"{at}.attn", f"{base}.o_proj", facts.hidden_size, heads * dim, facts.attention_bias, f"{at}.o")
+    emit.add(Attention(q=f"{at}.q_rot", layer=layer, heads=heads, kv_heads=kv_heads, head_dim=dim,
+                       window=facts.window(layer), softcap=facts.attention_softcap, scale=facts.attention_scale,
+                       out=f"{at}.attn"))
+    o = emit.linear(f"{at}.attn", f"{base}.o_proj", facts.hidden_size, heads * dim, facts.output_bias, f"{at}.o")
+    if facts.post_norms:
+        o = emit.norm(o, f"model.layers.{layer}.post_attention_layernorm", f"{at}.o_norm")
     emit.add(Add(a=o, b=x, out=f"{at}.mid"))
     return f"{at}.mid"
 
 
 def _mlp_block(emit: _Emitter, facts: ModelFacts, layer: int, x: str) -> str:
     base, at = f"model.layers.{layer}.mlp", f"L{layer}"
-    h = emit.norm(x, f"model.layers.{layer}.post_attention_layernorm", facts.norm_eps, f"{at}.mlp_in")
+    before = "pre_feedforward_layernorm" if facts.post_norms else "post_attention_layernorm"
+    h = emit.norm(x, f"model.layers.{layer}.{before}", f"{at}.mlp_in")
     width = facts.intermediate_size
-    for name in ("gate", "up"):
-        emit.linear(h, f"{base}.{name}_proj", width, facts.hidden_size, facts.mlp_bias, f"{at}.{name}")
-    emit.add(SiluMul(gate=f"{at}.gate", up=f"{at}.up", out=f"{at}.act"))
+    if facts.fused_weights:
+        emit.fused(h, f"{base}.gate_up_proj", facts.hidden_size, facts.mlp_bias,
+                   {f"{at}.gate": width, f"{at}.up": width})
+    else:
+        for name in ("gate", "up"):
+            emit.linear(h, f"{base}.{name}_proj", width, facts.hidden_size, facts.mlp_bias, f"{at}.{name}")
+    emit.add(SiluMul(gate=f"{at}.gate", up=f"{at}.up", activation=facts.activation, out=f"{at}.act"))
     down = emit.linear(f"{at}.act", f"{base}.down_proj", facts.hidden_size, width, facts.mlp_bias, f"{at}.down")
+    if facts.post_norms:
+        down = emit.norm(down, f"model.layers.{layer}.post_feedforward_layernorm", f"{at}.down_norm")
     emit.add(Add(a=down, b=x, out=f"{at}.end"))
     return f"{at}.end"

@@ -21,7 +21,8 @@ from engines.kernels.cpu import rows as row_ops
 from engines.kernels.cpu.attention import AttentionPlan, attention
 from engines.kernels.cpu.attention import plan as plan_attention
 from engines.kernels.cpu.linear import OPERATORS
-from engines.kernels.cpu.rope_kv import LayerCache, inverse_frequencies, rotary_table, rotate
+from engines.kernels.cpu.rope_kv import LayerCache, rotary_table, rotate
+from engines.models.rope import cosines_and_sines
 from engines.plan import Plan
 from engines.program import (
     ActQuant,
@@ -30,6 +31,7 @@ from engines.program import (
     Attention,
     Embed,
     GatedSilu,
+    HeadNorm,
     KVWrite,
     Linear,
     Op,
@@ -40,6 +42,7 @@ from engines.program import (
     RopeKV,
     SelectRows,
     SiluMul,
+    SoftCap,
     Split,
     reads,
     writes,
@@ -51,12 +54,11 @@ Values = list[Any]
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """What all layers of one step share."""
+    """What all layers of one step share: rotations by whether they are local, attention plans by window."""
 
     batch: Batch
-    cos: torch.Tensor
-    sin: torch.Tensor
-    attention: AttentionPlan
+    rotary: dict[bool, tuple[torch.Tensor, torch.Tensor]]
+    attention: dict[int, AttentionPlan]
 
 
 Step = Callable[[Values, StepContext], None]
@@ -95,18 +97,13 @@ class CpuBackend:
         self._plan = plan
         self._weights = weights
         self._consumers = plan.program.consumers()
-        self._cos, self._sin = self._rotary()
+        self._rotary = rotary_tables(plan)
+        self._windows = {op.window for op in plan.program.ops if isinstance(op, Attention)}
         self._caches = [self._cache(layer) for layer in range(plan.model.num_layers)]
         self._body: list[Step] = []
         self._head: list[Step] = []
         self._bind(plan.program)
         weights.done()
-
-    def _rotary(self) -> tuple[torch.Tensor, torch.Tensor]:
-        model, rope = self._plan.model, self._plan.model.rope
-        inverse = inverse_frequencies(rope.kind, model.head_dim, rope.theta, rope.factor, rope.low_freq_factor,
-                                      rope.high_freq_factor, rope.original_max_position)
-        return rotary_table(inverse, self._plan.limits.max_seq_len)
 
     def _cache(self, layer: int) -> LayerCache:
         model, limits, kv = self._plan.model, self._plan.limits, self._plan.kv
@@ -147,9 +144,12 @@ class CpuBackend:
 
     def context(self, batch: Batch) -> StepContext:
         """Everything that is made once a step."""
-        return StepContext(batch, self._cos.index_select(0, batch.positions).unsqueeze(1),
-                           self._sin.index_select(0, batch.positions).unsqueeze(1),
-                           plan_attention(batch.tables, batch.lengths, batch.new, self._plan.limits.block_size))
+        rotary = {local: (cos.index_select(0, batch.positions).unsqueeze(1),
+                          sin.index_select(0, batch.positions).unsqueeze(1))
+                  for local, (cos, sin) in self._rotary.items()}
+        size = self._plan.limits.block_size
+        return StepContext(batch, rotary, {
+            window: plan_attention(batch.tables, batch.lengths, batch.new, size, window) for window in self._windows})
 
     def body(self, context: StepContext) -> torch.Tensor:
         """All layers; stores keys and values. Returns the hidden rows [r, hidden] whose logits are wanted."""
@@ -177,14 +177,15 @@ class CpuBackend:
         return step
 
     def _embed(self, op: Embed, places: _Places) -> Step:
-        table, out = self._weights.take(f"{op.weight}.weight"), places.of(op.out)
+        table, out, scale = self._weights.take(f"{op.weight}.weight"), places.of(op.out), op.scale
 
         def step(v: Values, context: StepContext) -> None:
-            v[out] = table.index_select(0, context.batch.tokens).float()
+            rows = table.index_select(0, context.batch.tokens).float()
+            v[out] = rows if scale == 1.0 else rows * scale
         return step
 
-    def _norm_constants(self, op: RMSNorm | AddNorm) -> tuple[torch.Tensor, torch.Tensor]:
-        return row_ops.norm_weight(self._weights.take(f"{op.weight}.weight"), op.eps)
+    def _norm_constants(self, op: RMSNorm | AddNorm | HeadNorm) -> tuple[torch.Tensor, torch.Tensor]:
+        return row_ops.norm_weight(self._weights.take(f"{op.weight}.weight"), op.eps, op.offset)
 
     def _rms_norm(self, op: RMSNorm, places: _Places) -> Step:
         weight, floor = self._norm_constants(op)
@@ -245,11 +246,19 @@ class CpuBackend:
                 v[out] = piece
         return step
 
-    def _rope(self, op: Rope, places: _Places) -> Step:
+    def _head_norm(self, op: HeadNorm, places: _Places) -> Step:
+        weight, floor = self._norm_constants(op)
         x, out, shape = places.of(op.x), places.of(op.out), (-1, op.heads, op.head_dim)
 
         def step(v: Values, context: StepContext) -> None:
-            v[out] = rotate(v[x].reshape(shape).clone(), context.cos, context.sin).flatten(1)
+            v[out] = row_ops.rms_norm(v[x].reshape(shape), weight, floor).flatten(1)
+        return step
+
+    def _rope(self, op: Rope, places: _Places) -> Step:
+        x, out, shape, local = places.of(op.x), places.of(op.out), (-1, op.heads, op.head_dim), op.local
+
+        def step(v: Values, context: StepContext) -> None:
+            v[out] = rotate(v[x].reshape(shape).clone(), *context.rotary[local]).flatten(1)
         return step
 
     def _kv_write(self, op: KVWrite, places: _Places) -> Step:
@@ -262,35 +271,61 @@ class CpuBackend:
     def _rope_kv(self, op: RopeKV, places: _Places) -> Step:
         qkv, out, cache = places.of(op.qkv), places.of(op.out), self._caches[op.layer]
         shape = (-1, op.heads + 2 * op.kv_heads, op.head_dim)
-        rotated, heads, stored = op.heads + op.kv_heads, op.heads, 2 * op.kv_heads
+        rotated, heads, stored, local = op.heads + op.kv_heads, op.heads, 2 * op.kv_heads, op.local
+        normalise = self._head_normaliser(op)
 
         def step(v: Values, context: StepContext) -> None:
             rows = v[qkv].view(shape)
-            rotate(rows.narrow(1, 0, rotated), context.cos, context.sin)
+            normalise(rows)
+            rotate(rows.narrow(1, 0, rotated), *context.rotary[local])
             cache.store(context.batch.slots, rows.narrow(1, heads, stored))
             v[out] = rows.narrow(1, 0, heads)
         return step
 
+    def _head_normaliser(self, op: RopeKV) -> Callable[[torch.Tensor], object]:
+        """Normalises q and k heads of rows [t, heads + 2 kv_heads, head_dim] in place."""
+        if (norms := op.norms) is None:
+            return _same
+        parts = []
+        for name, first, count in ((norms.q, 0, op.heads), (norms.k, op.heads, op.kv_heads)):
+            weight = self._weights.take(f"{name}.weight")
+            parts.append((first, count, row_ops.norm_weight(weight, norms.eps, norms.offset)))
+
+        def run(rows: torch.Tensor) -> None:
+            for first, count, constants in parts:
+                part = rows.narrow(1, first, count)
+                part.copy_(row_ops.rms_norm(part, *constants))
+        return run
+
     def _attention(self, op: Attention, places: _Places) -> Step:
         q, out, cache = places.of(op.q), places.of(op.out), self._caches[op.layer]
-        shape, kv_heads = (-1, op.heads, op.head_dim), op.kv_heads
+        shape, kv_heads, window, scale, softcap = (-1, op.heads, op.head_dim), op.kv_heads, op.window, op.factor, (
+            op.softcap)
 
         def step(v: Values, context: StepContext) -> None:
-            v[out] = attention(v[q].view(shape), cache, context.attention, kv_heads)
+            v[out] = attention(v[q].view(shape), cache, context.attention[window], kv_heads, scale, softcap)
         return step
 
     def _silu_mul(self, op: SiluMul, places: _Places) -> Step:
-        gate, up, out = places.of(op.gate), places.of(op.up), places.of(op.out)
+        gate, up, out, activation = places.of(op.gate), places.of(op.up), places.of(op.out), op.activation
 
         def step(v: Values, context: StepContext) -> None:
-            v[out] = torch.nn.functional.silu(v[gate]).mul_(v[up])
+            v[out] = row_ops.gated(v[gate], v[up], activation)
         return step
 
     def _gated_silu(self, op: GatedSilu, places: _Places) -> Step:
         quantize, gate_up, out = self._quantizer(op.quant), places.of(op.gate_up), places.of(op.out)
+        activation = op.activation
 
         def step(v: Values, context: StepContext) -> None:
-            v[out] = quantize(row_ops.gated_silu(v[gate_up]))
+            v[out] = quantize(row_ops.gated(*v[gate_up].chunk(2, -1), activation))
+        return step
+
+    def _soft_cap(self, op: SoftCap, places: _Places) -> Step:
+        x, out, cap = places.of(op.x), places.of(op.out), op.cap
+
+        def step(v: Values, context: StepContext) -> None:
+            v[out] = (v[x] / cap).tanh_().mul_(cap)
         return step
 
     def _add(self, op: Add, places: _Places) -> Step:
@@ -307,6 +342,13 @@ class CpuBackend:
             wanted = context.batch.rows
             v[out] = v[x] if wanted is None else v[x].index_select(0, wanted)
         return step
+
+
+def rotary_tables(plan: Plan) -> dict[bool, tuple[torch.Tensor, torch.Tensor]]:
+    """C and S (``kernels/cpu/rope_kv.py``) of every rotation that the program asks for, by whether it is local."""
+    wanted = {op.local for op in plan.program.ops if isinstance(op, Rope | RopeKV)}
+    return {local: rotary_table(*cosines_and_sines(plan.model.rope_of(local), plan.model.head_dim,
+                                                   plan.limits.max_seq_len)) for local in sorted(wanted)}
 
 
 def kv_scales(plan: Plan, weights: Weights, layer: int) -> torch.Tensor:
@@ -337,7 +379,8 @@ def _with_bias(run: Callable[[Any], torch.Tensor], bias: torch.Tensor) -> Callab
 
 _BINDERS: dict[type, Callable[[CpuBackend, Any, _Places], Step]] = {
     Embed: CpuBackend._embed, RMSNorm: CpuBackend._rms_norm, AddNorm: CpuBackend._add_norm,
-    Quantize: CpuBackend._quantize, Split: CpuBackend._split, Rope: CpuBackend._rope, KVWrite: CpuBackend._kv_write,
+    Quantize: CpuBackend._quantize, Split: CpuBackend._split, HeadNorm: CpuBackend._head_norm,
+    Rope: CpuBackend._rope, KVWrite: CpuBackend._kv_write, SoftCap: CpuBackend._soft_cap,
     RopeKV: CpuBackend._rope_kv, Attention: CpuBackend._attention, SiluMul: CpuBackend._silu_mul,
     GatedSilu: CpuBackend._gated_silu, Add: CpuBackend._add, SelectRows: CpuBackend._select_rows,
 }

@@ -23,7 +23,6 @@ from engines.kernels.cpu.native.step import Code, Context
 from engines.kernels.cpu.native.table import Array, OpRow, Table
 from engines.kernels.cpu.native.team import team
 from engines.kernels.cpu.native.tiles import Tiles, aligned, padded
-from engines.kernels.cpu.rope_kv import inverse_frequencies, rotary_table
 from engines.plan import Plan
 from engines.program import (
     ActQuant,
@@ -38,10 +37,11 @@ from engines.program import (
     RMSNorm,
     RopeKV,
     SelectRows,
+    SoftCap,
     writes,
 )
 from engines.runtime.batch import HEAD_ROWS, Batch
-from engines.runtime.cpu import CpuBackend, kv_scales
+from engines.runtime.cpu import CpuBackend, kv_scales, rotary_tables
 from engines.runtime.native_buffers import Buffer, Buffers, widths_of
 
 _CODINGS = {("int8", True): Coding.INT8_TOKEN, ("int8", False): Coding.INT8_STATIC,
@@ -69,10 +69,7 @@ class NativeBackend:
         self._team = team(threads or torch.get_num_threads())
         self._rows = max(limits.max_num_tokens, limits.max_batch_size)
         self._buffers = Buffers(program, widths_of(program, model.hidden_size), self._rows)
-        rope = model.rope
-        inverse = inverse_frequencies(rope.kind, model.head_dim, rope.theta, rope.factor, rope.low_freq_factor,
-                                      rope.high_freq_factor, rope.original_max_position)
-        self._cos, self._sin = (part.contiguous().numpy() for part in rotary_table(inverse, limits.max_seq_len))
+        self._rotary = rotary_tables(plan)
         self._caches = [self._cache() for _ in range(model.num_layers)]
         code = torch.int8 if plan.kv.dtype == "int8" else torch.float8_e4m3fn
         self._codes = torch.arange(256, dtype=torch.uint8).view(code).float().numpy().copy()
@@ -193,11 +190,12 @@ class NativeBackend:
         code = Code.EMBED_BF16 if table.dtype == torch.bfloat16 else Code.EMBED_F32
         kept = table if table.dtype == torch.bfloat16 else table.float()
         row.set(CODE=code, WEIGHT=row.address(kept), N=table.shape[1])
+        row.real(FACTOR=op.scale)
         self._out(op.out, row)
 
     def _norm(self, op: RMSNorm | AddNorm, row: OpRow) -> None:
         weight = self._weights.take(f"{op.weight}.weight")
-        row.set(CODE=Code.NORM, WEIGHT=row.address(weight.float()), N=weight.numel())
+        row.set(CODE=Code.NORM, WEIGHT=row.address(weight.float() + op.offset), N=weight.numel())
         row.real(EPS=op.eps)
         self._in(op.x, row)
         self._out(op.out, row)
@@ -228,8 +226,14 @@ class NativeBackend:
             row.set(X_SCALES=self._buffers.of[op.x].scales.ctypes.data)
 
     def _rope_kv(self, op: RopeKV, row: OpRow) -> None:
-        row.set(CODE=Code.ROPE_KV, HEADS=op.heads, KV_HEADS=op.kv_heads, DIM=op.head_dim, COS=self._cos.ctypes.data,
-                SIN=self._sin.ctypes.data)
+        cos, sin = self._rotary[op.local]
+        row.set(CODE=Code.ROPE_KV, HEADS=op.heads, KV_HEADS=op.kv_heads, DIM=op.head_dim, COS=row.address(cos),
+                SIN=row.address(sin), ROTARY=cos.shape[1])
+        if op.norms is not None:
+            q, k = (self._weights.take(f"{name}.weight").float() + op.norms.offset
+                    for name in (op.norms.q, op.norms.k))
+            row.set(Q_NORM=row.address(q), K_NORM=row.address(k))
+            row.real(EPS=op.norms.eps)
         self._in(op.qkv, row)
         self._out(op.out, row)
         self._kv(op.layer, row)
@@ -239,16 +243,23 @@ class NativeBackend:
                 KV_SCALES=row.address(kv_scales(self._plan, self._weights, layer)))
 
     def _attention(self, op: Attention, row: OpRow) -> None:
-        row.set(CODE=Code.ATTENTION, HEADS=op.heads, KV_HEADS=op.kv_heads, DIM=op.head_dim)
+        row.set(CODE=Code.ATTENTION, HEADS=op.heads, KV_HEADS=op.kv_heads, DIM=op.head_dim, WINDOW=op.window)
+        row.real(FACTOR=op.factor, SOFTCAP=op.softcap or 0.0)
         self._in(op.q, row)
         self._out(op.out, row)
         self._kv(op.layer, row)
 
     def _gated_silu(self, op: GatedSilu, row: OpRow) -> None:
-        row.set(CODE=Code.SILU, N=op.width)
+        row.set(CODE=Code.SILU if op.activation == "silu" else Code.GELU, N=op.width)
         self._in(op.gate_up, row)
         self._out(op.out, row)
         self._quant(op.quant, row)
+
+    def _soft_cap(self, op: SoftCap, row: OpRow) -> None:
+        row.set(CODE=Code.SOFT_CAP, N=self._plan.model.vocab_size)
+        row.real(SOFTCAP=op.cap)
+        self._in(op.x, row)
+        self._out(op.out, row)
 
     def _select_rows(self, op: SelectRows, row: OpRow) -> None:
         row.set(CODE=Code.SELECT, N=self._plan.model.hidden_size)
@@ -260,7 +271,7 @@ _BINDERS: dict[type, Callable[[NativeBackend, Any, OpRow], None]] = {
     Embed: NativeBackend._embed, RMSNorm: NativeBackend._norm, AddNorm: NativeBackend._norm,
     Quantize: NativeBackend._quantize, Linear: NativeBackend._linear, RopeKV: NativeBackend._rope_kv,
     Attention: NativeBackend._attention, GatedSilu: NativeBackend._gated_silu,
-    SelectRows: NativeBackend._select_rows, Add: NativeBackend._add,
+    SelectRows: NativeBackend._select_rows, SoftCap: NativeBackend._soft_cap, Add: NativeBackend._add,
 }
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from engines.kernels.cpu.native.tiles import Array, aligned, padded
-from engines.program import Attention, GatedSilu, Linear, Program, RopeKV, SelectRows, reads, writes
+from engines.program import Attention, GatedSilu, Linear, Program, RopeKV, SelectRows, SoftCap, reads, writes
 from engines.runtime.batch import HEAD_ROWS
 
 
@@ -39,6 +39,9 @@ class Buffers:
             if index == select + 1:
                 free = []  # hidden rows pass through the head in parts: it must not write over those that wait
             for name in writes(op):
+                if isinstance(op, SoftCap):  # element by element, and as wide as the vocabulary: where it stands
+                    place[name] = place[op.x]
+                    continue
                 width = widths[name]
                 fits = [at for at in free if size[at][1] >= rows and size[at][0] >= width]
                 grows = fits or [at for at in free if size[at][1] >= rows]
@@ -50,7 +53,8 @@ class Buffers:
                     size.append((width, rows))
                 place[name] = at
             for name in {*reads(op), *writes(op)}:
-                if last[name] == index and name not in writes(program.ops[select]):
+                moved = isinstance(op, SoftCap) and name == op.x
+                if last[name] == index and name not in writes(program.ops[select]) and not moved:
                     free.append(place[name])
         made = [Buffer(width, rows, aligned((rows, width), np.float32), np.ones(rows, np.float32))
                 for width, rows in size]
@@ -68,6 +72,8 @@ def widths_of(program: Program, hidden: int) -> dict[str, int]:
             widths[op.out] = padded(op.heads * op.head_dim)
         elif isinstance(op, GatedSilu):
             widths[op.out] = max(widths.get(op.out, 0), padded(op.width))
+        elif isinstance(op, SoftCap):
+            widths[op.out] = widths[op.x]
     for op in program.ops:
         for name in writes(op):
             widths.setdefault(name, padded(hidden))

@@ -12,8 +12,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from engines.kernels.cpu import attention as attention_module
 from engines.kernels.cpu.attention import attention, plan
-from engines.kernels.cpu.rope_kv import LayerCache, inverse_frequencies, rotary_table, rotate
-from engines.models.decoder import rope_facts
+from engines.kernels.cpu.rope_kv import LayerCache, rotary_table, rotate
+from engines.models.rope import cosines_and_sines, rope_facts
 
 KV_HEADS, GROUP, DIM, BLOCK = 2, 3, 16, 4
 #: (block table, length with new tokens, new tokens); one-token sequences first.
@@ -98,9 +98,7 @@ def test_rotation_equals_transformers(variant: str) -> None:
                 "max_position_embeddings": 256} | VARIANTS[variant]
     config = LlamaConfig(**settings)
     rope = rope_facts(config.to_dict())
-    inverse = inverse_frequencies(rope.kind, 16, rope.theta, rope.factor, rope.low_freq_factor, rope.high_freq_factor,
-                                  rope.original_max_position)
-    cos, sin = rotary_table(inverse, 200)
+    cos, sin = rotary_table(*cosines_and_sines(rope, 16, 200))
     torch.manual_seed(2)
     x = torch.randn(200, 4, 16)
     theirs_cos, theirs_sin = LlamaRotaryEmbedding(config)(x, torch.arange(200)[None])

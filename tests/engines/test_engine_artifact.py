@@ -20,7 +20,7 @@ from engines.build.builder import build
 from engines.engine import Engine
 from engines.errors import EngineError, EngineMismatchError, LimitError
 from engines.llm import LLM
-from engines.models.llama import model_facts
+from engines.models.families import model_facts
 from engines.plan import EngineSpec
 from engines.request import SamplingParams
 
@@ -119,8 +119,8 @@ def test_unknown_architectures_devices_and_rope_are_refused() -> None:
     base = {"architectures": ["LlamaForCausalLM"], "vocab_size": 8, "hidden_size": 8, "intermediate_size": 8,
             "num_hidden_layers": 1, "num_attention_heads": 1}
     assert model_facts(base).num_kv_heads == 1
-    with pytest.raises(EngineError, match="yarn"):
-        model_facts(base | {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}})
+    with pytest.raises(EngineError, match="'proportional' is not supported"):
+        model_facts(base | {"rope_scaling": {"rope_type": "proportional", "factor": 2.0}})
     with pytest.raises(EngineError, match="gelu"):
         model_facts(base | {"hidden_act": "gelu"})
 

@@ -23,7 +23,7 @@ from engines.build.fuse import (
 )
 from engines.build.weights import Weights, activation_keys, write_weights
 from engines.models.decoder import decoder_program
-from engines.models.llama import model_facts
+from engines.models.families import model_facts
 from engines.plan import EngineSpec, KernelChoice, Plan, linear_shape
 from engines.program import AddNorm, GatedSilu, Linear, Program, Quantize, RopeKV, Split
 from engines.runtime.batch import Batch

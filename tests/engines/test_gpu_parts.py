@@ -23,7 +23,9 @@ from engines.build.tune_gpu import sizes_for, tune_gpu
 from engines.device import Device, NoDeviceError, detect
 from engines.errors import EngineError
 from engines.kernels.impl import KernelConfig
-from engines.models.decoder import ModelFacts, RopeFacts, decoder_program
+from engines.models.decoder import decoder_program
+from engines.models.facts import ModelFacts
+from engines.models.rope import RopeFacts
 from engines.plan import EngineSpec, fused_program, linear_shape
 from engines.program import AddNorm, Attention, Program, RopeKV, reads, writes
 from engines.request import SamplingParams

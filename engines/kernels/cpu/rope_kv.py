@@ -1,7 +1,7 @@
 """Rotary positions and the paged KV cache on a CPU.
 
 **RoPE** in the half-split (Hugging Face) form, pairs (i, i + half), as three calls: with C = [cos, cos] and
-S = [-sin, sin] of a token's position, y = x * C + roll(x, half) * S.
+S = [-sin, sin] of a token's position, y = x * C + roll(x, half) * S. Dimensions beyond C's width pass through.
 
 **KV cache** of a layer: [slots, 2 * kv_heads, head_dim], a slot's keys first, then its values, so that a token is one
 contiguous row of the stacked qkv and is stored by one call. Slot = block * block_size + offset. An unquantized cache
@@ -12,7 +12,6 @@ one a tensor or one a head; codes become float32 when they are read.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -68,29 +67,15 @@ class LayerCache:
         return rows.view(self.code).float().mul_(self.scale)
 
 
-def inverse_frequencies(kind: str, head_dim: int, theta: float, factor: float, low: float, high: float,
-                        original: int) -> torch.Tensor:
-    """float32 [head_dim / 2]: theta^(-2i/d), divided by ``factor`` for linear scaling.
-
-    llama3 divides only wavelengths beyond original / low, keeps those below original / high, and blends in between.
-    """
-    inverse = 1.0 / theta ** (torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim)
-    if kind == "linear":
-        return inverse / factor
-    if kind == "llama3":
-        wavelength = 2 * math.pi / inverse
-        blend = ((original / wavelength - low) / (high - low)).clamp(0.0, 1.0)
-        return (1 - blend) * inverse / factor + blend * inverse
-    return inverse
-
-
-def rotary_table(inverse: torch.Tensor, max_position: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """C and S of every position, float32 [max_position, head_dim] each."""
-    angle = torch.arange(max_position, dtype=torch.float32)[:, None] * inverse[None, :]
-    return torch.cat([angle.cos(), angle.cos()], -1), torch.cat([-angle.sin(), angle.sin()], -1)
+def rotary_table(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """C = [cos, cos] and S = [-sin, sin] of every position, float32 [positions, rotary_dim] each."""
+    return torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate x [t, heads, head_dim] in place; cos and sin (C and S above) [t, 1, head_dim]."""
-    rolled = torch.roll(x, x.shape[-1] // 2, -1)
-    return x.mul_(cos).addcmul_(rolled, sin)
+    """Rotate the first dimensions of x [t, heads, head_dim] in place; C and S [t, 1, rotary_dim]."""
+    width = cos.shape[-1]
+    turned = x if width == x.shape[-1] else x.narrow(-1, 0, width)
+    rolled = torch.roll(turned, width // 2, -1)
+    turned.mul_(cos).addcmul_(rolled, sin)
+    return x

@@ -32,10 +32,10 @@ class Quantized:
     scale: torch.Tensor | float
 
 
-def norm_weight(weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The two constants of ``rms_norm``: weight * sqrt(n) float32 [n], and sqrt(n * eps) []."""
+def norm_weight(weight: torch.Tensor, eps: float, offset: float = 0.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """The two constants of ``rms_norm``: (weight + offset) * sqrt(n) float32 [n], and sqrt(n * eps) []."""
     n = weight.numel()
-    return weight.float() * math.sqrt(n), torch.tensor(math.sqrt(n * eps))
+    return (weight.float() + offset) * math.sqrt(n), torch.tensor(math.sqrt(n * eps))
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, floor: torch.Tensor) -> torch.Tensor:
@@ -67,7 +67,8 @@ def quantize_fp8_token(x: torch.Tensor) -> Quantized:
     return Quantized(x.copy_(x.div_(scale).to(torch.float8_e4m3fn)), scale)
 
 
-def gated_silu(gate_up: torch.Tensor) -> torch.Tensor:
-    """gate * sigmoid(gate) * up of stacked rows [t, 2 n] -> [t, n]."""
-    gate, up = gate_up.chunk(2, -1)
-    return torch.nn.functional.silu(gate).mul_(up)
+def gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    """activation(gate) * up, with silu or gelu_tanh (0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))))."""
+    if activation == "silu":
+        return torch.nn.functional.silu(gate).mul_(up)
+    return torch.nn.functional.gelu(gate, approximate="tanh").mul_(up)

@@ -25,8 +25,8 @@ from engines.build.impls import group_of
 from engines.build.weights import linear_key
 from engines.engine import Engine
 from engines.errors import EngineError
-from engines.kernels.cpu.rope_kv import inverse_frequencies
 from engines.kernels.impl import Packed
+from engines.models.rope import cosines_and_sines
 from engines.parallel.mesh import Mesh
 from engines.plan import Plan
 from engines.program import Linear
@@ -199,8 +199,4 @@ class DeviceWeights:
 
 def rotary(plan: Plan) -> torch.Tensor:
     """float32 [max_seq_len, head_dim]: cosines, then sines, of every position (see ``kernels/rope_kv``)."""
-    model, rope = plan.model, plan.model.rope
-    inverse = inverse_frequencies(rope.kind, model.head_dim, rope.theta, rope.factor, rope.low_freq_factor,
-                                  rope.high_freq_factor, rope.original_max_position)
-    angle = torch.arange(plan.limits.max_seq_len, dtype=torch.float32)[:, None] * inverse[None, :]
-    return torch.cat([angle.cos(), angle.sin()], -1)
+    return torch.cat(cosines_and_sines(plan.model.rope, plan.model.head_dim, plan.limits.max_seq_len), -1)

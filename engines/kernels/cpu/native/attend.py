@@ -22,7 +22,7 @@ from numba import njit
 
 from engines.kernels.cpu.native import micro
 from engines.kernels.cpu.native.ir import bits_of, floats, from_bits, octets, prefetch, words
-from engines.kernels.cpu.native.norms import SUMS, exp, to_e4m3, to_int8
+from engines.kernels.cpu.native.norms import SUMS, cap_row, exp, norm_row, to_e4m3, to_int8
 from engines.kernels.cpu.native.tiles import over_rows, rows_float
 
 
@@ -68,28 +68,33 @@ def _store(x: Any, slot: int, form: int, scale: Any) -> None:
 
 @njit(nogil=True, error_model="numpy")
 def _rotate(x: Any, y: Any, cos: Any, sin: Any) -> None:
-    """y = x * C + roll(x, half) * S of one head (``rope_kv.py``)."""
-    half = x.size // 2
+    """y = x * C + roll(x, half) * S of one head's first dimensions (``rope_kv.py``); the rest is copied."""
+    half = cos.size // 2
     for i in range(half):
         a, b = x[i], x[i + half]
         y[i] = a * cos[i] + b * sin[i]
         y[i + half] = b * cos[i + half] + a * sin[i + half]
+    for i in range(cos.size, x.size):
+        y[i] = x[i]
 
 
 @njit(nogil=True, error_model="numpy")
 def rope_kv(qkv: int, qkv_bytes: int, q: int, q_bytes: int, heads: int, kv_heads: int, dim: int, cos: int, sin: int,
-            positions: int, slots: int, cache: int, block_size: int, form: int, scales: int, tokens: int, rank: int,
-            size: int) -> None:
-    """Rotate q (into ``q``) and k, store k and v; tokens rank, rank + size, ... of a step."""
+            rotary: int, q_norm: int, k_norm: int, eps: float, positions: int, slots: int, cache: int,
+            block_size: int, form: int, scales: int, tokens: int, rank: int, size: int) -> None:
+    """Normalise (where ``q_norm`` is not 0) and rotate q (into ``q``) and k, store k and v; tokens rank, rank + size,
+    ... of a step. Heads are normalised in place, in the rows of qkv."""
     element = 4 if form == 1 else 1
     scale = floats(scales, 2 * kv_heads)
     for t in range(rank, tokens, size):
         position = words(positions, tokens)[t]
         block, offset = divmod(words(slots, tokens)[t], block_size)
         slot = cache + (block * 2 * kv_heads * block_size + offset) * dim * element
-        c, s = floats(cos + position * dim * 4, dim), floats(sin + position * dim * 4, dim)
+        c, s = floats(cos + position * rotary * 4, rotary), floats(sin + position * rotary * 4, rotary)
         for head in range(heads + 2 * kv_heads):
             x = floats(qkv + t * qkv_bytes + head * dim * 4, dim)
+            if q_norm != 0 and head < heads + kv_heads:
+                norm_row(x, floats(q_norm if head < heads else k_norm, dim), eps, x)
             if head < heads:
                 _rotate(x, floats(q + t * q_bytes + head * dim * 4, dim), c, s)
             else:
@@ -145,18 +150,18 @@ def _block(cache: int, table: int, b: int, heads: int, head: int, run: int) -> i
 
 
 @njit(nogil=True, error_model="numpy")
-def _score(packed: int, scores: int, row_bytes: int, matrix: int, dim: int, seen: int, cache: int, heads: int,
-           head: int, wide: bool, table: int, block_size: int, codes: int, block: int) -> None:
-    """q k of ``matrix`` rows and the first ``seen`` keys, block by block; the next block is fetched meanwhile."""
+def _score(packed: int, scores: int, row_bytes: int, matrix: int, dim: int, start: int, seen: int, cache: int,
+           heads: int, head: int, wide: bool, table: int, block_size: int, codes: int, block: int) -> None:
+    """q k of ``matrix`` rows and the keys from block ``start`` to ``seen``; the next block is fetched meanwhile."""
     pitch = dim * (4 if wide else 1)
     run = block_size * pitch
-    for b in range((seen + block_size - 1) // block_size):
+    for b in range(start, (seen + block_size - 1) // block_size):
         count = min(block_size, seen - b * block_size)
         keys, step = _block(cache, table, b, heads, head, run), pitch
         if b * block_size + count < seen:
             _fetch(_block(cache, table, b + 1, heads, head, run), run)
         else:
-            _fetch(_block(cache, table, 0, heads, head + heads // 2, run), run)
+            _fetch(_block(cache, table, start, heads, head + heads // 2, run), run)
         if not wide:
             _widen(keys, pitch, count + count % 2, dim, floats(codes, 256), block)
             keys, step = block, dim * 4
@@ -166,12 +171,12 @@ def _score(packed: int, scores: int, row_bytes: int, matrix: int, dim: int, seen
 
 
 @njit(nogil=True, error_model="numpy")
-def _mix(scores: int, row_bytes: int, sums: int, matrix: int, dim: int, seen: int, cache: int, heads: int, head: int,
-         wide: bool, table: int, block_size: int, codes: int, block: int) -> None:
-    """Adds p v of the first ``seen`` values to ``sums``, block by block; the next block is fetched meanwhile."""
+def _mix(scores: int, row_bytes: int, sums: int, matrix: int, dim: int, start: int, seen: int, cache: int, heads: int,
+         head: int, wide: bool, table: int, block_size: int, codes: int, block: int) -> None:
+    """Adds p v of the values from block ``start`` to ``seen`` to ``sums``; the next block is fetched meanwhile."""
     pitch = dim * (4 if wide else 1)
     run = block_size * pitch
-    for b in range((seen + block_size - 1) // block_size):
+    for b in range(start, (seen + block_size - 1) // block_size):
         count = min(block_size, seen - b * block_size)
         values, step = _block(cache, table, b, heads, head, run), pitch
         if b * block_size + count < seen:
@@ -186,10 +191,12 @@ def _mix(scores: int, row_bytes: int, sums: int, matrix: int, dim: int, seen: in
 
 @njit(nogil=True, error_model="numpy")
 def attend_unit(q: int, q_bytes: int, out: int, out_bytes: int, rows: int, group: int, dim: int, before: int,
-                cache: int, kv_heads: int, head: int, wide: bool, scales: int, table: int, block_size: int, codes: int,
-                scratch: int, longest: int) -> None:
+                cache: int, kv_heads: int, head: int, wide: bool, scales: int, window: int, factor: float,
+                softcap: float, table: int, block_size: int, codes: int, scratch: int, longest: int) -> None:
     """One unit: ``rows`` new tokens after ``before`` seen ones; q and out point at the first token's first head.
 
+    Scores are q k * ``factor``; with a ``softcap`` (not 0) softcap * tanh(score / softcap). With a ``window`` (not 0)
+    each token sees its last ``window`` keys; blocks that no token of the unit sees are left out.
     ``scratch``: q and sums [ROWS * group, dim] each, a block of [block_size + 1, dim], scores [ROWS * group, longest].
     """
     matrix, row_bytes, seen, heads = rows * group, longest * 4, before + rows, 2 * kv_heads
@@ -199,16 +206,27 @@ def attend_unit(q: int, q_bytes: int, out: int, out_bytes: int, rows: int, group
     for t in range(rows):
         floats(packed + t * group * dim * 4, group * dim)[:] = floats(q + t * q_bytes, group * dim)
     floats(sums, matrix * dim)[:] = 0.0
-    _score(packed, scores, row_bytes, matrix, dim, seen, cache, heads, head, wide, table, block_size, codes, block)
-    scale = floats(scales, heads)[head] / np.sqrt(np.float32(dim))
+    start = 0 if window == 0 else max(0, before + 1 - window) // block_size
+    _score(packed, scores, row_bytes, matrix, dim, start, seen, cache, heads, head, wide, table, block_size, codes,
+           block)
+    scale = floats(scales, heads)[head] * np.float32(factor)
     for r in range(matrix):
         visible = before + r // group + 1
+        first = 0 if window == 0 else max(0, visible - window)
         row = floats(scores + r * row_bytes, longest)
-        total = _soften(row[:visible], scale)
+        if softcap == 0.0:
+            total = _soften(row[first:visible], scale)
+        else:
+            capped = row[first:visible]
+            for i in range(capped.size):
+                capped[i] *= scale
+            cap_row(capped, softcap, capped)
+            total = _soften(capped, np.float32(1.0))
+        row[start * block_size:first] = 0.0
         row[visible:seen] = 0.0
         floats(packed, matrix)[r] = floats(scales, heads)[kv_heads + head] / total
-    _mix(scores, row_bytes, sums, matrix, dim, seen, cache, heads, kv_heads + head, wide, table, block_size, codes,
-         block)
+    _mix(scores, row_bytes, sums, matrix, dim, start, seen, cache, heads, kv_heads + head, wide, table, block_size,
+         codes, block)
     for r in range(matrix):
         by = floats(packed, matrix)[r]
         y = floats(out + r // group * out_bytes + r % group * dim * 4, dim)
@@ -219,8 +237,9 @@ def attend_unit(q: int, q_bytes: int, out: int, out_bytes: int, rows: int, group
 
 @njit(nogil=True, error_model="numpy")
 def attention(q: int, q_bytes: int, out: int, out_bytes: int, heads: int, kv_heads: int, dim: int, cache: int,
-              wide: bool, scales: int, block_size: int, codes: int, sequences: int, news: int, lengths: int,
-              tables: int, table_width: int, scratch: int, longest: int, rank: int, size: int) -> None:
+              wide: bool, scales: int, window: int, factor: float, softcap: float, block_size: int, codes: int,
+              sequences: int, news: int, lengths: int, tables: int, table_width: int, scratch: int, longest: int,
+              rank: int, size: int) -> None:
     """All sequences of a step, one after the other in rows; units are dealt round to the team."""
     unit, start, group = 0, 0, heads // kv_heads
     for s in range(sequences):
@@ -232,7 +251,7 @@ def attention(q: int, q_bytes: int, out: int, out_bytes: int, heads: int, kv_hea
                     where = head * group * dim * 4
                     at = start + first
                     attend_unit(q + at * q_bytes + where, q_bytes, out + at * out_bytes + where, out_bytes, rows, group,
-                                dim, length - new + first, cache, kv_heads, head, wide, scales,
-                                tables + s * table_width * 8, block_size, codes, scratch, longest)
+                                dim, length - new + first, cache, kv_heads, head, wide, scales, window, factor,
+                                softcap, tables + s * table_width * 8, block_size, codes, scratch, longest)
                 unit += 1
         start += new

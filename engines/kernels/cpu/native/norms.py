@@ -132,6 +132,37 @@ def add_row(x: Any, residual: Any, out: Any) -> None:
         out[i] = x[i] + residual[i]
 
 
+@njit(inline="always", error_model="numpy")
+def tanh(x: Any) -> Any:
+    """tanh x to 3 units in the last place: 1 - 2 / (e^2x + 1), and its series where that would cancel; NaN stays."""
+    e = exp(x + x)
+    far = _ONE - np.float32(2.0) / (e + _ONE)
+    s = x * x
+    p = np.float32(62.0 / 2835.0)
+    p = p * s - np.float32(17.0 / 315.0)
+    p = p * s + np.float32(2.0 / 15.0)
+    p = p * s - np.float32(1.0 / 3.0)
+    near = x + x * s * p
+    return near if s < np.float32(0.0625) else far
+
+
+@njit(nogil=True, error_model="numpy")
+def cap_row(x: Any, cap: float, y: Any) -> None:
+    """y = cap * tanh(x / cap)."""
+    top = np.float32(cap)
+    for i in range(x.size):
+        y[i] = top * tanh(x[i] / top)
+
+
+@njit(nogil=True, error_model="numpy")
+def gelu_row(gate: Any, up: Any, y: Any) -> None:
+    """y = 0.5 * gate * (1 + tanh(sqrt(2/pi) * (gate + 0.044715 gate^3))) * up."""
+    for i in range(gate.size):
+        g = gate[i]
+        inner = np.float32(0.7978845608028654) * (g + np.float32(0.044715) * g * g * g)
+        y[i] = np.float32(0.5) * g * (_ONE + tanh(inner)) * up[i]
+
+
 @njit(nogil=True, error_model="numpy")
 def silu_row(gate: Any, up: Any, y: Any) -> None:
     """y = gate * sigmoid(gate) * up."""

@@ -18,7 +18,7 @@ from numba.extending import register_jitable
 
 from engines.kernels.cpu.native.attend import attention, rope_kv
 from engines.kernels.cpu.native.ir import fetch_add, floats, halves, load_acquire, pause, store_release, words
-from engines.kernels.cpu.native.norms import add_row, norm_row, quantize_row, silu_row
+from engines.kernels.cpu.native.norms import add_row, cap_row, gelu_row, norm_row, quantize_row, silu_row
 from engines.kernels.cpu.native.tiles import multiply
 
 _SPINS = 4000
@@ -29,6 +29,7 @@ class Code(IntEnum):
     """What an Op does."""
 
     EMBED_BF16, EMBED_F32, NORM, ADD_NORM, QUANTIZE, LINEAR, ROPE_KV, ATTENTION, SILU, SELECT, ADD = range(11)
+    GELU, SOFT_CAP = 11, 12
 
 
 class Field(IntEnum):
@@ -41,12 +42,13 @@ class Field(IntEnum):
     N, WEIGHT, CODING, MULTIPLIER = auto(), auto(), auto(), auto()
     KIND, TILES, TILE_BYTES, COUNT, PITCH, GROUP_SCALES, SCALE, BIAS = (auto() for _ in range(8))
     HEADS, KV_HEADS, DIM, CACHE, FORM, KV_SCALES, COS, SIN = (auto() for _ in range(8))
+    ROTARY, Q_NORM, K_NORM, WINDOW = (auto() for _ in range(4))
 
 
 class Real(IntEnum):
     """Columns of the float64 table."""
 
-    EPS, STATIC_SCALE = range(2)
+    EPS, STATIC_SCALE, FACTOR, SOFTCAP = range(4)
 
 
 class Context(IntEnum):
@@ -90,15 +92,15 @@ def barrier(sync: int, size: int) -> None:
 
 (_CODE, _X, _X_BYTES, _X_SCALES, _OUT, _OUT_BYTES, _OUT_SCALES, _RESIDUAL, _RESIDUAL_BYTES, _SUM, _SUM_BYTES, _N,
  _WEIGHT, _CODING, _MULTIPLIER, _KIND, _TILES, _TILE_BYTES, _COUNT, _PITCH, _GROUP_SCALES, _SCALE, _BIAS, _HEADS,
- _KV_HEADS, _DIM, _CACHE, _FORM, _KV_SCALES, _COS, _SIN) = _plain(Field)
+ _KV_HEADS, _DIM, _CACHE, _FORM, _KV_SCALES, _COS, _SIN, _ROTARY, _Q_NORM, _K_NORM, _WINDOW) = _plain(Field)
 (_ROWS, _TOKENS, _POSITIONS, _SLOTS, _WANTED, _WANTED_ROWS, _SEQUENCES, _NEWS, _LENGTHS, _TABLES, _TABLE_WIDTH,
  _BLOCK_SIZE, _CODES, _SCRATCH, _SCRATCH_BYTES, _LONGEST) = _plain(Context)
-_EPS, _STATIC = _plain(Real)
+_EPS, _STATIC, _FACTOR, _SOFTCAP = _plain(Real)
 
 
 @njit(nogil=True, error_model="numpy")
-def _embed(op: Any, tokens: int, rows: int, rank: int, size: int) -> None:
-    n = op[_N]
+def _embed(op: Any, real: Any, tokens: int, rows: int, rank: int, size: int) -> None:
+    n, factor = op[_N], np.float32(real[_FACTOR])
     first, last = _share(rows, rank, size)
     for r in range(first, last):
         token = words(tokens, rows)[r]
@@ -110,15 +112,18 @@ def _embed(op: Any, tokens: int, rows: int, rank: int, size: int) -> None:
                 raw[i] = np.uint32(bits[i]) << np.uint32(16)
         else:
             y[:] = floats(op[_WEIGHT] + token * n * 4, n)
+        if factor != np.float32(1.0):
+            for i in range(n):
+                y[i] *= factor
 
 
 @njit(nogil=True, error_model="numpy")
 def _row_op(op: Any, real: Any, scratch: int, rows: int, rank: int, size: int) -> None:
-    """Norms, quantization and gated SiLU: everything that makes one row from one row."""
+    """Norms, quantization, gated activations and caps: everything that makes one row from one row."""
     n, code, coding = op[_N], op[_CODE], op[_CODING]
     first, last = _share(rows, rank, size)
     for r in range(first, last):
-        x = floats(op[_X] + r * op[_X_BYTES], 2 * n if code == 8 else n)
+        x = floats(op[_X] + r * op[_X_BYTES], 2 * n if code == 8 or code == 11 else n)
         out = op[_OUT] + r * op[_OUT_BYTES]
         y = floats(scratch if coding == 1 or coding == 2 else out, n)
         if code == 10:
@@ -131,6 +136,10 @@ def _row_op(op: Any, real: Any, scratch: int, rows: int, rank: int, size: int) -
             norm_row(x, floats(op[_WEIGHT], n), real[_EPS], y)
         elif code == 8:
             silu_row(x[:n], x[n:], y)
+        elif code == 11:
+            gelu_row(x[:n], x[n:], y)
+        elif code == 12:
+            cap_row(x, real[_SOFTCAP], y)
         else:
             y[:] = x
         quantize_row(y, coding, real[_STATIC], op[_MULTIPLIER], out, op[_OUT_SCALES] + r * 4)
@@ -170,15 +179,16 @@ def _walk(rank: int, size: int, sync: int, first: int, last: int, ops: Any, real
             _linear(op, rows, sync, size)
         elif code == 6:
             rope_kv(op[_X], op[_X_BYTES], op[_OUT], op[_OUT_BYTES], op[_HEADS], op[_KV_HEADS], op[_DIM], op[_COS],
-                    op[_SIN], context[_POSITIONS], context[_SLOTS], op[_CACHE], context[_BLOCK_SIZE],
-                    op[_FORM], op[_KV_SCALES], rows, rank, size)
+                    op[_SIN], op[_ROTARY], op[_Q_NORM], op[_K_NORM], real[_EPS], context[_POSITIONS], context[_SLOTS],
+                    op[_CACHE], context[_BLOCK_SIZE], op[_FORM], op[_KV_SCALES], rows, rank, size)
         elif code == 7:
             attention(op[_X], op[_X_BYTES], op[_OUT], op[_OUT_BYTES], op[_HEADS], op[_KV_HEADS], op[_DIM], op[_CACHE],
-                      op[_FORM] == 1, op[_KV_SCALES], context[_BLOCK_SIZE], context[_CODES],
+                      op[_FORM] == 1, op[_KV_SCALES], op[_WINDOW], real[_FACTOR], real[_SOFTCAP],
+                      context[_BLOCK_SIZE], context[_CODES],
                       context[_SEQUENCES], context[_NEWS], context[_LENGTHS], context[_TABLES], context[_TABLE_WIDTH],
                       scratch, context[_LONGEST], rank, size)
         elif code <= 1:
-            _embed(op, context[_TOKENS], rows, rank, size)
+            _embed(op, real, context[_TOKENS], rows, rank, size)
         elif code == 9:
             rows = context[_WANTED_ROWS]
             _select(op, context[_WANTED], rows, rank, size)
