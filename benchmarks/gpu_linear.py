@@ -34,8 +34,8 @@ from engines.kernels.impl import DeviceFacts, KernelConfig, LinearShape, Packed
 from engines.kernels.linear.bf16 import Bf16Linear
 from engines.kernels.linear.fp8 import Fp8Linear
 from engines.kernels.linear.int8 import Int8Linear
-from engines.kernels.linear.int8_weight_only import Int8WeightOnlyLinear
 from engines.kernels.linear.natural import NaturalLinear
+from engines.kernels.linear.weight_only import Int8WeightOnlyLinear
 from engines.kernels.offline import compile_only
 
 SHAPES = {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336),

@@ -111,33 +111,22 @@ class Plan(Frozen):
 
 
 def kv_bytes_per_token(facts: ModelFacts, kv: Grid) -> int:
-    """Bytes that one token takes in all layers: float32 unless the cache is fp8."""
+    """Bytes that one token takes in all layers: float32 unless the cache holds codes of 8 bits."""
     return 2 * facts.num_layers * facts.num_kv_heads * facts.head_dim * (1 if kv.quantized else 4)
 
 
-def check_spec(spec: EngineSpec, schemes: Mapping[str, Scheme], kv: Grid) -> None:
+def check_spec(spec: EngineSpec) -> None:
     """Refuse, in words, what this device cannot do."""
     Mesh.single(spec.tp, spec.pp)
     if spec.compute_dtype == "bf16":
         raise EngineError("compute_dtype bf16 is emulated on this CPU and slower than fp32", "Use fp32.")
-    if kv.quantized and (kv.dtype != "fp8_e4m3" or kv.granularity.kind != "tensor" or kv.dynamic):
-        raise EngineError(f"a KV cache on {kv} has no operator on cpu", "Use kv_cache bf16 or static fp8.")
-    for module, scheme in schemes.items():
-        grid = scheme.activation
-        if grid is not None and not _activation_supported(grid):
-            raise EngineError(f"{module} has {grid} activations, which have no operator on cpu",
-                              "Supported: int8 or fp8_e4m3, per token dynamic or per tensor static.")
-
-
-def _activation_supported(grid: Grid) -> bool:
-    kinds = ("token", True), ("tensor", False)
-    return grid.dtype in ("int8", "fp8_e4m3") and grid.symmetric and (grid.granularity.kind, grid.dynamic) in kinds
 
 
 def _weight_bytes(program: Program, impls: Mapping[str, str]) -> int:
     """Bytes of the linears in the operators' own layouts (fbgemm's tiles are 512 inputs deep)."""
     if set(impls.values()) == {NAME}:
-        return int(sum(op.n * op.k * tile_bits(op.weight, op.activation) / 8 for op in program.linears()))
+        return int(sum(op.n * op.k * tile_bits(op.weight, op.activation, op.k, op.order is not None) / 8
+                       for op in program.linears()))
     layouts = {"float": (32, 1), "half": (16, 512), "split": (8, 512), "int_mm": (8, 1), "int4pack": (4, 1)}
     total = 0
     for op in program.linears():
@@ -187,7 +176,7 @@ def make_plan(config: Mapping[str, Any], schemes: Mapping[str, Scheme], kv: Grid
 
     EngineError says in words and numbers what cannot be met.
     """
-    check_spec(spec, schemes, kv)
+    check_spec(spec)
     facts, unfused, program, fusions = fused_program(config, schemes, keys)
     impls = {choice.shape: choice.impl for choice in kernels if choice.op == "linear"}
     limits, memory = _limits(spec, facts, kv, _weight_bytes(program, impls))

@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import torch
 
-from engines.build.impls import impl_for, shape_of, weight_bytes
+from engines.build.gpu_linears import impl_for, shape_of, weight_bytes
+from engines.build.impls import group_of
 from engines.device import Device
 from engines.errors import EngineError
 from engines.kernels.impl import KernelConfig, LinearImpl, Packed
@@ -53,7 +54,8 @@ def random_packed(op: Linear, impl: LinearImpl, device: torch.device) -> Packed:
         return impl.pack(torch.randn(shape, device=device, dtype=torch.bfloat16).mul_(0.02))
     if grid.dtype == "fp8_e4m3":
         weight = torch.randn(shape, device=device, dtype=torch.bfloat16).mul_(100).clamp_(-448, 448)
-        return impl.pack(weight.to(torch.float8_e4m3fn), torch.tensor(2e-4, device=device))
+        scales = (op.n, op.k // group_of(grid)) if group_of(grid) else ()
+        return impl.pack(weight.to(torch.float8_e4m3fn), torch.full(scales, 2e-4, device=device))
     low, high = (-127, 128) if grid.dtype == "int8" else (-8, 8)
     codes = torch.randint(low, high, shape, device=device, dtype=torch.int8)
     if grid.granularity.kind == "group":

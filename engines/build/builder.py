@@ -20,6 +20,7 @@ from calib.artifact import ArtifactWriter
 from calib.progress import Progress, Report, silent
 from calib.scheme import Frozen, Grid, Scheme
 from calib.text import Tokenizer, check_vocabulary
+from engines.build.impls import check_schemes
 from engines.build.weights import Pack, activation_keys, pack_portable, write_weights
 from engines.device import Device, detect
 from engines.engine import FORMAT, KIND, TIMINGS, TOKENIZER, Engine, EngineRecord
@@ -69,6 +70,7 @@ def plan_for(checkpoint: Source, spec: EngineSpec, tuning: Path | None = None, r
              ) -> tuple[Plan, tuple[Frozen, ...]]:
     """The Plan of a checkpoint for this machine, and the timings behind it. Nothing is written but the tuning cache."""
     device = detect(spec.device)
+    check_schemes(checkpoint.schemes, checkpoint.kv, "cuda" if device.runs_triton else "cpu")
     keys = activation_keys(checkpoint.tensors(), checkpoint.schemes)
     facts, _, program, _ = fused_program(checkpoint.config, checkpoint.schemes, keys)
     check_vocabulary(checkpoint.tokenizer(), facts.vocab_size)
@@ -81,7 +83,7 @@ def plan_for(checkpoint: Source, spec: EngineSpec, tuning: Path | None = None, r
         return choose_gpu(checkpoint.config, checkpoint.schemes, checkpoint.kv, spec, device, keys, tuning, report)
     from engines.build.tune import tune
 
-    check_spec(spec, checkpoint.schemes, checkpoint.kv)
+    check_spec(spec)
     kernels, timings = tune(program, device, spec.tune, spec.max_num_tokens, tuning, report, spec.deterministic)
     plan = make_plan(checkpoint.config, checkpoint.schemes, checkpoint.kv, spec, device, keys, kernels)
     return plan, tuple(timings)

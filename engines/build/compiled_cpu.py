@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import torch
 
-from engines.kernels.cpu.native.grids import NAME, integer_rows
+from engines.kernels.cpu.native.grids import NAME, scaled_rows
 from engines.program import (
     Add,
     AddNorm,
@@ -38,9 +38,9 @@ def refuses(program: Program) -> str | None:
             return f"has no compiled form of {op.op}, which only an unfused program has"
         if isinstance(op, Attention) and op.head_dim % 16:
             return f"needs a head_dim that is a multiple of 16, not {op.head_dim}"
-        if isinstance(op, Linear) and op.activation is not None and op.activation.dtype == "int8" and (
-                not integer_rows(op.weight, op.activation)):
-            return f"does not multiply {op.weight} weights by {op.activation} activations"
+    for name, readers in program.consumers().items():
+        if len({scaled_rows(op.weight, op.activation) for op in readers if isinstance(op, Linear)}) > 1:
+            return f"has one form of quantized rows a value; {name} is read by linears of two kinds"
     return None
 
 

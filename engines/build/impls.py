@@ -1,84 +1,114 @@
-"""Which Impl runs a Linear on a GPU, by the grids of its weight and its activation; and its bias's place.
+"""The one table of what runs a Scheme: by the grids of weight and activation, the CPU's tiles and the GPU's Impl.
 
-    weight                  activation               Impl
-    bf16                    16-bit                   bf16
-    fp8 tensor, channel     fp8 static or token      fp8
-    int8 tensor, channel    int8 token               int8
-    int8 tensor, channel    16-bit                   int8_weight_only
-    int4 group, symmetric   16-bit                   int4_a16
-    int4 group, symmetric   int8 the same groups     int4_a8
+    CPU     ``engines/kernels/cpu``: the named tiles of the compiled step (``native/tiles.py``); where a program or a
+            processor has no compiled step, torch's operators (``linear.py``), which take every row of the table
+    CUDA    ``engines/kernels/linear``: the Impl of that name, or None: refused when an engine is built
 
-The 4-bit kernels have no bias of their own. That of a stacked qkv is added by the RoPE kernel, which reads those rows
-anyway; another one is refused.
+"row" is one scale a tensor or one a channel (a per-tensor scale is a channel's repeated). On CUDA, group activations
+must have the weight's own groups, and ``act_order`` has no kernel; both run on a CPU. A scheme that is not in the table
+is refused by name, with the list, before a weight is read.
 """
 
 from __future__ import annotations
 
-from calib.scheme import Grid
+from collections.abc import Mapping
+from typing import Literal, NamedTuple
+
+from calib.scheme import Grid, Scheme
 from engines.errors import EngineError
-from engines.kernels.impl import LinearImpl, LinearShape
-from engines.kernels.linear.bf16 import Bf16Linear
-from engines.kernels.linear.fp8 import Fp8Linear
-from engines.kernels.linear.int4_a8 import Int4A8
-from engines.kernels.linear.int4_a16 import Int4A16
-from engines.kernels.linear.int8 import Int8Linear
-from engines.kernels.linear.int8_weight_only import Int8WeightOnlyLinear
-from engines.program import Linear
+from engines.kernels.cpu.native.grids import group_size as group_of
 
-#: Every Impl by name, as the KernelTable names them.
-_ALL: tuple[LinearImpl, ...] = (Bf16Linear(), Fp8Linear(), Int8Linear(), Int8WeightOnlyLinear(), Int4A16(), Int4A8())
-IMPLS: dict[str, LinearImpl] = {impl.name: impl for impl in _ALL}
+Place = Literal["cpu", "cuda"]
 
 
-def group_of(grid: Grid) -> int:
-    """The group size of a grid, 0 without groups."""
-    return grid.granularity.size if grid.granularity.kind == "group" else 0
+class Row(NamedTuple):
+    """A scheme by name, its grids (``weight_class``, ``activation_class``), and what runs it."""
+
+    name: str
+    weight: str
+    activation: str
+    cpu: str
+    cuda: str | None
 
 
-def impl_for(op: Linear) -> LinearImpl:
-    """The Impl of a linear. EngineError names a pair of grids that no kernel multiplies."""
-    name = _impl_name(op.weight, op.activation)
-    if name is None:
-        raise EngineError(f"{op.parts[0]}: {op.weight} weights with {op.activation or '16-bit'} activations have no "
-                          "GPU kernel", "Supported: bf16; fp8 with fp8; int8 with int8 per token or 16-bit; symmetric "
-                          "int4 groups with 16-bit or int8 activations in the same groups.")
-    return IMPLS[name]
+TABLE: tuple[Row, ...] = (
+    Row("bf16", "bf16", "16-bit", "BF16", "bf16"),
+    Row("fp8", "fp8 row", "fp8 tensor", "FP8", "fp8"),
+    Row("fp8_dynamic", "fp8 row", "fp8 token", "FP8", "fp8"),
+    Row("fp8_weight_only", "fp8 row", "16-bit", "FP8", "fp8_weight_only"),
+    Row("fp8_block", "fp8 block", "fp8 group", "FP8", "fp8_block"),
+    Row("fp8_block_weight_only", "fp8 block", "16-bit", "FP8", None),
+    Row("int8", "int8 row", "int8 token", "INT8", "int8"),
+    Row("int8_static", "int8 row", "int8 tensor", "INT8", "int8"),
+    Row("int8_weight_only", "int8 row", "16-bit", "INT8_WIDE", "int8_weight_only"),
+    Row("int8_group_weight_only", "int8 group", "16-bit", "INT8_WIDE", None),
+    Row("int4", "int4 group", "16-bit", "INT4", "int4_a16"),
+    Row("int4_channel", "int4 row", "16-bit", "INT4", None),
+    Row("int4_asym", "int4 group asym", "16-bit", "INT4_ZERO", None),
+    Row("int4_a8", "int4 group", "int8 group", "INT4", "int4_a8"),
+    Row("int4_a8_token", "int4 group", "int8 token", "INT4", None),
+    Row("w4a8_fp8", "int4 group", "fp8 token", "INT4", None),
+    Row("w4a8_fp8_static", "int4 group", "fp8 tensor", "INT4", None),
+)
+
+_SHORT = {"fp8_e4m3": "fp8"}
+#: KV grids by place: dtype and who shares a scale ("channel" is a head).
+_KV = {"cpu": {("fp8_e4m3", "tensor"), ("fp8_e4m3", "channel"), ("int8", "tensor"), ("int8", "channel")},
+       "cuda": {("fp8_e4m3", "tensor"), ("int8", "tensor")}}
+_KV_WORDS = {"cpu": "bf16; static fp8 or int8, one scale a tensor or one a head",
+             "cuda": "bf16; static fp8 or int8, one scale a tensor"}
 
 
-def _impl_name(weight: Grid, activation: Grid | None) -> str | None:
-    kind = weight.granularity.kind
-    if not weight.quantized:
-        return "bf16" if activation is None else None
-    if not weight.symmetric or kind == "block":
+def weight_class(grid: Grid) -> str:
+    """A weight's grid as the table names it."""
+    if not grid.quantized:
+        return grid.dtype
+    kind = grid.granularity.kind
+    shared = "row" if kind in ("tensor", "channel") else kind
+    return f"{_SHORT.get(grid.dtype, grid.dtype)} {shared}{'' if grid.symmetric else ' asym'}"
+
+
+def activation_class(grid: Grid | None) -> str:
+    """An activation's grid as the table names it: a tensor's scale is static, others dynamic; else it says so."""
+    if grid is None:
+        return "16-bit"
+    kind = grid.granularity.kind
+    usual = grid.dynamic == (kind != "tensor")
+    odd = "" if usual else " dynamic" if grid.dynamic else " static"
+    return f"{_SHORT.get(grid.dtype, grid.dtype)} {kind}{odd}{'' if grid.symmetric else ' asym'}"
+
+
+def row_for(weight: Grid, activation: Grid | None) -> Row | None:
+    """The table's row of a pair of grids, or None."""
+    wanted = weight_class(weight), activation_class(activation)
+    return next((row for row in TABLE if (row.weight, row.activation) == wanted), None)
+
+
+def impl_name(weight: Grid, activation: Grid | None, place: Place, act_order: bool = False) -> str | None:
+    """What runs a linear there, or None."""
+    row = row_for(weight, activation)
+    if row is None or (act_order and (place == "cuda" or weight.dtype != "int4")):
         return None
-    if weight.dtype == "int4":
-        if activation is None:
-            return "int4_a16"
-        same = activation.dtype == "int8" and group_of(activation) == group_of(weight) and activation.dynamic
-        return "int4_a8" if same else None
-    if kind == "group":
-        return None
-    if activation is None:
-        return "int8_weight_only" if weight.dtype == "int8" else None
-    return weight.dtype.removesuffix("_e4m3") if activation_mode(activation) and (
-        activation.dtype == weight.dtype) else None
+    if place == "cpu":
+        return row.cpu
+    groups = group_of(weight) if activation is None else group_of(activation)
+    return row.cuda if groups in (0, group_of(weight)) else None
 
 
-def activation_mode(grid: Grid) -> str | None:
-    """The kernels' name for an activation grid (``jit.ActQuant``), or None where they have none."""
-    return {("fp8_e4m3", "tensor", False): "FP8_STATIC", ("fp8_e4m3", "token", True): "FP8_TOKEN",
-            ("int8", "token", True): "INT8_TOKEN", ("int8", "group", True): "INT8_GROUP"}.get(
-                (grid.dtype, grid.granularity.kind, grid.dynamic)) if grid.symmetric else None
+def check_schemes(schemes: Mapping[str, Scheme], kv: Grid, place: Place) -> None:
+    """EngineError names the first module whose scheme nothing implements there, and what is implemented."""
+    for module, scheme in schemes.items():
+        if impl_name(scheme.weight, scheme.activation, place, scheme.act_order) is None:
+            raise refusal(module, scheme.weight, scheme.activation, place, scheme.act_order)
+    if kv.quantized and (kv.dynamic or not kv.symmetric or (kv.dtype, kv.granularity.kind) not in _KV[place]):
+        raise EngineError(f"a KV cache on {kv} has no implementation on {place}", f"Implemented: {_KV_WORDS[place]}.")
 
 
-def shape_of(op: Linear, tokens: int) -> LinearShape:
-    """The problem of a linear for a step of that many tokens."""
-    return LinearShape(tokens, op.n, op.k, group_of(op.weight))
-
-
-def weight_bytes(op: Linear) -> int:
-    """Bytes that one pass over the stored weight reads: codes, scales, bias."""
-    bits = {"bf16": 16, "fp8_e4m3": 8, "int8": 8, "int4": 4}[op.weight.dtype]
-    group = group_of(op.weight)
-    scales = 2 * op.n * (op.k // group) if group else 4 * op.n * op.weight.quantized
-    return op.n * op.k * bits // 8 + scales + 2 * op.n * op.bias
+def refusal(module: str, weight: Grid, activation: Grid | None, place: Place, act_order: bool = False) -> EngineError:
+    """What a build says about a scheme that nothing implements."""
+    known = [row.name for row in TABLE if place == "cpu" or row.cuda is not None]
+    order = " in act_order" if act_order else ""
+    elsewhere = place == "cuda" and impl_name(weight, activation, "cpu", act_order) is not None
+    return EngineError(f"{module}: {weight} weights{order} with {activation or '16-bit'} activations have no "
+                       f"implementation on {place}", f"Implemented: {', '.join(known)}."
+                       + (" This scheme runs on a cpu." if elsewhere else ""))

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from calib.scheme import Grid
-from engines.build.impls import activation_mode, group_of
+from engines.build.gpu_linears import activation_mode
+from engines.build.impls import group_of
 from engines.kernels import attention_decode, attention_prefill, embedding, norm, quantize, rope_kv, sample, silu_mul
 from engines.kernels.impl import DeviceFacts, KernelConfig
 from engines.kernels.jit import ActQuant as Mode

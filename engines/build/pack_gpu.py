@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from engines.build.impls import impl_for
+from engines.build.gpu_linears import impl_for
 from engines.build.weights import Part
 from engines.errors import EngineError
 from engines.kernels.cpu.disk import CODE_DTYPE, check_part, stacked_scale
@@ -28,10 +28,10 @@ def pack_gpu(op: Linear, parts: Sequence[Part]) -> Mapping[str, torch.Tensor]:
     weight = torch.cat([part["weight"] for part in parts])
     if op.weight.dtype in ("bf16", "fp8_e4m3"):
         weight = weight.to(CODE_DTYPE[op.weight.dtype])
-    scale = stacked_scale(parts, op.rows, "weight_scale")
+    scale = stacked_scale(op.weight, parts, op.rows, "weight_scale")
     if scale is not None:
         scale = scale.float()
-        if op.weight.granularity.kind != "group":
+        if op.weight.granularity.kind in ("tensor", "channel"):
             scale = scale.reshape(()) if scale.numel() == 1 else scale.reshape(op.n)
     bias = torch.cat([part["bias"] for part in parts]).to(torch.bfloat16) if op.bias else None
     return impl_for(op).pack(weight, scale, bias=bias).tensors

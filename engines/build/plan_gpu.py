@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 
 from calib.scheme import Grid, Scheme
 from engines.build.buffers import assign
-from engines.build.impls import impl_for, shape_of, weight_bytes
+from engines.build.gpu_linears import impl_for, shape_of, weight_bytes
 from engines.build.kernel_table import default_table
 from engines.device import Device
 from engines.errors import EngineError
@@ -37,12 +37,10 @@ def check_gpu(spec: EngineSpec, schemes: Mapping[str, Scheme], kv: Grid, device:
     if spec.compute_dtype == "fp32":
         raise EngineError("compute_dtype fp32 has no GPU kernels: activations are bf16, sums float32", "Leave it out.")
     fp8 = [module for module, scheme in schemes.items() if scheme.weight.dtype == "fp8_e4m3"]
-    if (fp8 or kv.quantized) and 0 < device.capability < 89:
+    if (fp8 or kv.dtype == "fp8_e4m3") and 0 < device.capability < 89:
         what = f"{fp8[0]} is fp8" if fp8 else "the KV cache is fp8"
         raise EngineError(f"{what}, which needs compute capability 8.9; {device.name} has "
                           f"{device.capability / 10:.1f}", "Use int8 or int4_awq here.")
-    if kv.quantized and (kv.dtype != "fp8_e4m3" or kv.granularity.kind != "tensor" or kv.dynamic):
-        raise EngineError(f"a KV cache on {kv} has no kernel", "Use kv_cache bf16 or static fp8.")
     if spec.max_num_tokens < decode_sizes(spec.max_batch_size)[-1]:
         raise EngineError(f"max_num_tokens {spec.max_num_tokens} is less than max_batch_size {spec.max_batch_size}",
                           "Every sequence of a step needs a token: raise one or lower the other.")

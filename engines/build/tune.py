@@ -34,9 +34,10 @@ from calib.artifact import sha256_hex, write_atomic
 from calib.progress import Progress, Report
 from calib.scheme import Frozen
 from engines.build import compiled_cpu
+from engines.build.impls import group_of
 from engines.device import Device
 from engines.errors import EngineError
-from engines.kernels.cpu.disk import Stored, pack
+from engines.kernels.cpu.disk import Stored, pack, scale_shape
 from engines.kernels.cpu.linear import LinearOperator, Rows, choices
 from engines.kernels.cpu.native import operator
 from engines.kernels.cpu.native.grids import NAME
@@ -45,6 +46,7 @@ from engines.kernels.cpu.rows import (
     quantize_fp8_token,
     quantize_int8_static,
     quantize_int8_token,
+    round_groups,
 )
 from engines.plan import KernelChoice, linear_shape
 from engines.program import Linear, Program
@@ -101,12 +103,13 @@ def _random_stored(op: Linear, seed: int) -> Stored:
         weight = torch.randint(low, high, shape, generator=generator, dtype=torch.int8)
     part = {"weight": weight}
     if grid.quantized:
-        granularity = grid.granularity
-        columns = -(-op.k // granularity.size) if granularity.kind == "group" else 1
-        scales = {"tensor": (), "channel": (op.n,), "group": (op.n, columns)}[granularity.kind]
+        scales = scale_shape(grid, op.n, op.k)
         part["weight_scale"] = torch.rand(scales, generator=generator) * 0.01 + 0.01
         if not grid.symmetric:
             part["weight_zero"] = torch.zeros(scales, dtype=torch.int8)
+        if op.order is not None:
+            groups = torch.arange(op.k) // group_of(grid)
+            part["g_idx"] = groups[torch.randperm(op.k, generator=generator)]
     return pack(grid, [part], [op.parts[0]])
 
 
@@ -116,6 +119,8 @@ def _rows(op: Linear, tokens: int) -> Rows:
     x[:, ::_LOUD_EVERY] *= _LOUDNESS
     if op.activation is None:
         return x
+    if (size := group_of(op.activation)) > 0:
+        return round_groups(x, size, op.activation.dtype)
     if op.activation.dtype == "fp8_e4m3":
         return quantize_fp8_token(x) if op.activation.dynamic else quantize_fp8_static(x, _LOUDNESS / 100)
     return quantize_int8_token(x) if op.activation.dynamic else quantize_int8_static(x, _LOUDNESS / 30)
@@ -196,7 +201,7 @@ def tune(program: Program, device: Device, mode: Literal["none", "quick", "full"
     timings: list[Timing] = []
     for done, (shape, op) in enumerate(distinct.items()):
         report(Progress("tune", done, len(distinct), "shape", shape))
-        operators = choices(op.weight, op.activation, op.n, op.k)
+        operators = choices(op.weight, op.activation, op.n, op.k, op.order is not None)
         picked[shape] = NAME if compiled else operators[0].name
         if compiled and mode == "quick":
             operators = []

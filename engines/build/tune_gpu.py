@@ -33,7 +33,7 @@ from calib.artifact import sha256_hex, write_atomic
 from calib.progress import Progress, Report
 from calib.scheme import Frozen
 from engines.build.bench_gpu import Bench
-from engines.build.impls import impl_for, shape_of, weight_bytes
+from engines.build.gpu_linears import impl_for, shape_of, weight_bytes
 from engines.device import Device
 from engines.errors import EngineError
 from engines.kernels.compile_ahead import collect, compile_variants

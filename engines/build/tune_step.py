@@ -24,7 +24,8 @@ from calib.progress import Progress, Report
 from calib.scheme import Frozen
 from engines.build.bench_gpu import random_packed
 from engines.build.buffers import assign
-from engines.build.impls import group_of, impl_for
+from engines.build.gpu_linears import impl_for
+from engines.build.impls import group_of
 from engines.build.kernel_table import entry, mode_of, silu_shape
 from engines.build.plan_gpu import workspace_bytes
 from engines.build.weights import linear_key, stored_names
@@ -35,8 +36,8 @@ from engines.plan import KernelChoice, Plan, linear_shape
 from engines.program import GatedSilu
 from engines.request import SamplingParams
 from engines.runtime.cuda.arena import Arena, KVCache
-from engines.runtime.cuda.ops import Shape
 from engines.runtime.cuda.record import HostRecord, RowWriter, SlotState
+from engines.runtime.cuda.shape import Shape
 from engines.runtime.cuda.steps import Steps
 from engines.runtime.cuda.weights import DeviceWeights
 from engines.runtime.sequence import Sequence

@@ -38,13 +38,14 @@ _COMPUTED = re.compile(r"rotary_emb\.inv_freq$")
 
 
 def activation_keys(stream: Iterable[tuple[str, torch.Tensor]], schemes: Mapping[str, Scheme]) -> dict[str, str]:
-    """Module -> key over grid, input_scale and pre_quant_scale: equal keys mean equal quantized activations."""
+    """Module -> key over grid, input_scale, pre_quant_scale and g_idx: equal keys mean equal quantized activations (and
+    an equal order of columns)."""
     hashes = {module: hashlib.sha256(str(scheme.activation).encode()) for module, scheme in schemes.items()}
-    if any(scheme.pre_quant_scale or (scheme.activation and not scheme.activation.dynamic)
+    if any(scheme.pre_quant_scale or scheme.act_order or (scheme.activation and not scheme.activation.dynamic)
            for scheme in schemes.values()):
         for name, tensor in stream:
             module, _, kind = name.rpartition(".")
-            if module in hashes and kind in ("input_scale", "pre_quant_scale"):
+            if module in hashes and kind in ("input_scale", "pre_quant_scale", "g_idx"):
                 hashes[module].update(kind.encode() + tensor.float().numpy().tobytes())
     return {module: value.hexdigest() for module, value in hashes.items()}
 
@@ -92,6 +93,8 @@ class _Writer:
         self.parts = {part: op for op in program.linears() for part in op.parts}
         self.embeddings = {op.weight for op in program.ops if isinstance(op, Embed)}
         self.shared = self.embeddings & self.parts.keys()
+        hidden = max(program.linears(), key=lambda op: op.out == "logits").k
+        self.widths = {f"{op.weight}.weight": hidden for op in program.ops if isinstance(op, RMSNorm | AddNorm | Embed)}
         self.missing: dict[str, set[str]] = {}
         for name in self.vectors | {linear_key(op) for op in program.linears() if not set(op.parts) & self.shared}:
             self.missing.setdefault(_group(name), set()).add(name)
@@ -101,6 +104,7 @@ class _Writer:
     def add(self, name: str, tensor: torch.Tensor) -> None:
         module, _, field = name.rpartition(".")
         if name in self.vectors:
+            self._check_width(name, tensor, 2 if module in self.embeddings else 1)
             tensor = as_bf16(name, tensor) if module in self.embeddings else tensor
             self._store(name, {name: _checked(name, tensor)})
         elif module in self.parts and field in _LINEAR_FIELDS:
@@ -108,6 +112,12 @@ class _Writer:
         elif not self._redundant(module, field, name):
             raise EngineError(f"the checkpoint holds {name}, which the model has no use for",
                               "It belongs to another architecture, or the config.json does.")
+
+    def _check_width(self, name: str, tensor: torch.Tensor, dimensions: int) -> None:
+        width = self.widths.get(name, tensor.shape[-1] if tensor.dim() else 0)
+        if name in self.widths and (tensor.dim() != dimensions or tensor.shape[-1] != width):
+            raise EngineError(f"{name} has shape {list(tensor.shape)}, config.json says {width} values a row",
+                              "config.json belongs to another model.")
 
     def _redundant(self, module: str, field: str, name: str) -> bool:
         """Scales that equal their stack's first one, a tied head's copy, KV scales of an unquantized cache."""

@@ -31,7 +31,8 @@ import triton
 import triton.language as tl
 
 from engines.kernels import attention_decode, rope_kv
-from engines.kernels.attention_decode import check_epilogue, finish_item, launch_merge, merge_chunk
+from engines.kernels.attention_decode import check_epilogue, finish_item
+from engines.kernels.attention_merge import launch_merge, merge_chunk
 from engines.kernels.attention_plan import Workspace, load_item
 from engines.kernels.attention_step import attend, attention_step, capped, load_tile, query_operand, score_scale
 from engines.kernels.impl import KernelConfig

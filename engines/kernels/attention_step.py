@@ -138,13 +138,13 @@ def store_rows(y, token, head, live, dims, out_ptr, scales_ptr, input_scale_ptr,
                HEAD_DIM: tl.constexpr, QUANT: tl.constexpr, GROUP: tl.constexpr) -> None:
     """Store ``y`` [R, D], row r being ``head`` [R] of ``token`` ([R], or one number), where ``live`` [R].
 
-    INT8_GROUP needs one token, heads in sequence and a power-of-two HEAD_DIM: the rows then are one run of columns.
+    Group modes need one token, heads in sequence and a power-of-two HEAD_DIM: the rows then are one run of columns.
     """
     cols = head[:, None] * HEAD_DIM + dims[None, :]
     mask = live[:, None] & (dims < HEAD_DIM)[None, :]
     if pre_quant_ptr is not None:
         y = y * tl.load(pre_quant_ptr + cols, mask=mask, other=0.0).to(tl.float32)
-    if QUANT == 4:
+    if QUANT == 4 or QUANT == 5:
         SIZE: tl.constexpr = y.shape[0] * y.shape[1]
         store_act(tl.reshape(y, (SIZE,)), 0.0, token, tl.reshape(cols, (SIZE,)), tl.reshape(mask, (SIZE,)), out_ptr,
                   out_stride, scales_ptr, num_groups, input_scale_ptr, QUANT, GROUP, SIZE)

@@ -21,6 +21,8 @@ pointers
   FP8_TOKEN       amax(row) / 448                  ``scales`` [m] f32
   INT8_TOKEN      amax(row) / 127                  ``scales`` [m] f32
   INT8_GROUP      amax(group of the row) / 127     ``scales`` [m, n/group] f32
+  FP8_GROUP       amax(group of the row) / 448     ``scales`` [m, n/group] f32
+  INT8_STATIC     given ``input_scale`` [] f32     read, not written
   ==============  ===============================  ==========================
 
   Codes: fp8 e4m3 saturating at +-448 (NaN stays NaN), int8 round-half-even in [-127, 127]. An all-zero row gets the
@@ -51,6 +53,20 @@ class ActQuant(IntEnum):
     FP8_TOKEN = 2
     INT8_TOKEN = 3
     INT8_GROUP = 4
+    FP8_GROUP = 5
+    INT8_STATIC = 6
+
+    @property
+    def per_group(self) -> bool:
+        return self in (ActQuant.INT8_GROUP, ActQuant.FP8_GROUP)
+
+    @property
+    def static(self) -> bool:
+        return self in (ActQuant.FP8_STATIC, ActQuant.INT8_STATIC)
+
+    @property
+    def fp8(self) -> bool:
+        return self in (ActQuant.FP8_STATIC, ActQuant.FP8_TOKEN, ActQuant.FP8_GROUP)
 
     @property
     def per_token(self) -> bool:
@@ -63,6 +79,8 @@ _FP8_STATIC = tl.constexpr(1)
 _FP8_TOKEN = tl.constexpr(2)
 _INT8_TOKEN = tl.constexpr(3)
 _INT8_GROUP = tl.constexpr(4)
+_FP8_GROUP = tl.constexpr(5)
+_INT8_STATIC = tl.constexpr(6)
 
 
 def next_pow2(n: int) -> int:
@@ -160,7 +178,7 @@ def store_act(y, amax, row, cols, mask, out_ptr, out_stride, scales_ptr, num_gro
     """Epilogue: store ``y`` [BLOCK] float32 (zero where masked off) as columns ``cols`` of ``row``, quantized by QUANT.
 
     ``amax`` is the amax of the whole row: read by the per-token modes only (others pass 0.0). ``cols`` must be a
-    contiguous run that starts at a multiple of GROUP for INT8_GROUP, and GROUP must divide BLOCK and the row.
+    contiguous run that starts at a multiple of GROUP for the group modes, and GROUP must divide BLOCK and the row.
     ``out_stride`` is the rows' stride; group scales are contiguous [m, num_groups]; offsets are int64.
     """
     base = out_ptr + tl.cast(row, tl.int64) * out_stride
@@ -169,6 +187,8 @@ def store_act(y, amax, row, cols, mask, out_ptr, out_stride, scales_ptr, num_gro
     elif QUANT == _FP8_STATIC:
         inverse = 1.0 / tl.load(input_scale_ptr)
         tl.store(base + cols, to_fp8(y * inverse), mask=mask)
+    elif QUANT == _INT8_STATIC:
+        tl.store(base + cols, to_int8(y * (1.0 / tl.load(input_scale_ptr))), mask=mask)
     elif QUANT == _FP8_TOKEN:
         scale = scale_of(amax, 448.0)
         tl.store(base + cols, to_fp8(y * (1.0 / scale)), mask=mask)
@@ -178,12 +198,15 @@ def store_act(y, amax, row, cols, mask, out_ptr, out_stride, scales_ptr, num_gro
         tl.store(base + cols, to_int8(y * (1.0 / scale)), mask=mask)
         tl.store(scales_ptr + row, scale)
     else:
-        tl.static_assert(QUANT == _INT8_GROUP, "unknown QUANT")
+        tl.static_assert((QUANT == _INT8_GROUP) | (QUANT == _FP8_GROUP), "unknown QUANT")
         tl.static_assert(BLOCK % GROUP == 0, "GROUP must divide BLOCK")
         grouped = tl.reshape(y, (BLOCK // GROUP, GROUP))
-        scale = scale_of(tl.max(tl.abs(grouped), 1), 127.0)
-        codes = tl.reshape(to_int8(grouped * (1.0 / scale)[:, None]), (BLOCK,))
-        tl.store(base + cols, codes, mask=mask)
+        scale = scale_of(tl.max(tl.abs(grouped), 1), 448.0 if QUANT == _FP8_GROUP else 127.0)
+        scaled = tl.reshape(grouped * (1.0 / scale)[:, None], (BLOCK,))
+        if QUANT == _FP8_GROUP:
+            tl.store(base + cols, to_fp8(scaled), mask=mask)
+        else:
+            tl.store(base + cols, to_int8(scaled), mask=mask)
         groups = tl.min(cols, 0) // GROUP + tl.arange(0, BLOCK // GROUP)
         known = tl.max(tl.reshape((mask & (cols >= 0)).to(tl.int32), (BLOCK // GROUP, GROUP)), 1) > 0
         tl.store(scales_ptr + tl.cast(row, tl.int64) * num_groups + groups, scale, mask=known)

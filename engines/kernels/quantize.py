@@ -28,15 +28,15 @@ def check_act(out: torch.Tensor, m: int, n: int, quant: ActQuant, group: int, in
     """Raise ValueError where an output and its scales do not fit the mode; nothing is accepted and ignored."""
     if tuple(out.shape) != (m, n) or out.stride(1) != 1:
         raise ValueError(f"out must be [{m}, {n}] with unit column stride, found {tuple(out.shape)}, {out.stride()}")
-    codes = torch.float8_e4m3fn if quant in (ActQuant.FP8_STATIC, ActQuant.FP8_TOKEN) else torch.int8
+    codes = torch.float8_e4m3fn if quant.fp8 else torch.int8
     dtypes = (torch.bfloat16, torch.float16, torch.float32) if quant is ActQuant.NONE else (codes,)
     if out.dtype not in dtypes:
         raise ValueError(f"{quant.name} writes {dtypes[0]}, found out of {out.dtype}")
-    if (input_scale is not None) != (quant is ActQuant.FP8_STATIC):
-        raise ValueError(f"input_scale belongs to FP8_STATIC and to it alone, found {quant.name}")
-    if (group > 0) != (quant is ActQuant.INT8_GROUP) or (group and (n % group or group != next_pow2(group))):
-        raise ValueError(f"{quant.name} with n={n}: group must be a power of two that divides n for INT8_GROUP, and 0 "
-                         f"otherwise; found {group}")
+    if (input_scale is not None) != quant.static:
+        raise ValueError(f"input_scale belongs to the static modes and to them alone, found {quant.name}")
+    if (group > 0) != quant.per_group or (group and (n % group or group != next_pow2(group))):
+        raise ValueError(f"{quant.name} with n={n}: group must be a power of two that divides n for the group modes, "
+                         f"and 0 otherwise; found {group}")
     wanted = (m,) if quant.per_token else (m, n // group) if group else None
     found = None if scales is None else tuple(scales.shape)
     if found != wanted or (scales is not None and (scales.dtype != torch.float32 or not scales.is_contiguous())):
@@ -49,17 +49,19 @@ def store_act_twin(y: torch.Tensor, out: torch.Tensor, quant: ActQuant = ActQuan
     check_act(out, y.shape[0], y.shape[1], quant, group, input_scale, scales)
     if quant is ActQuant.NONE:
         out.copy_(y)
-    elif quant is ActQuant.FP8_STATIC:
+    elif quant.static:
         assert input_scale is not None
-        out.copy_((y * (1.0 / input_scale.float())).clamp(-FP8_MAX, FP8_MAX))
+        largest = FP8_MAX if quant.fp8 else INT8_MAX
+        codes = (y * (1.0 / input_scale.float())).clamp(-largest, largest)
+        out.copy_(codes if quant.fp8 else codes.round())
     else:
         assert scales is not None
-        largest = FP8_MAX if quant is ActQuant.FP8_TOKEN else INT8_MAX
+        largest = FP8_MAX if quant.fp8 else INT8_MAX
         grouped = y.reshape(*scales.shape, group or y.shape[1])
         if y.numel():
             scales.copy_(grouped.abs().amax(-1).clamp(min=1e-12) / largest)
         codes = (grouped * (1.0 / scales)[..., None]).clamp(-largest, largest).reshape(y.shape)
-        out.copy_(codes if quant is ActQuant.FP8_TOKEN else codes.round())
+        out.copy_(codes if quant.fp8 else codes.round())
 
 
 def dequantize(codes: torch.Tensor, quant: ActQuant, input_scale: torch.Tensor | None = None,
@@ -68,10 +70,10 @@ def dequantize(codes: torch.Tensor, quant: ActQuant, input_scale: torch.Tensor |
     values = codes.float()
     if quant is ActQuant.NONE:
         return values
-    scale = input_scale if quant is ActQuant.FP8_STATIC else scales
+    scale = input_scale if quant.static else scales
     if scale is None:
         raise ValueError(f"{quant.name} needs its scale")
-    if quant is ActQuant.FP8_STATIC:
+    if quant.static:
         return values * scale
     width = values.shape[1] if scale.dim() == 1 else values.shape[1] // scale.shape[1]
     return (values.reshape(*scale.shape, width) * scale[..., None]).reshape(values.shape)

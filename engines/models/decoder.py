@@ -67,9 +67,9 @@ class _Emitter:
 
     def linear(self, x: str, module: str, n: int, k: int, bias: bool, out: str) -> str:
         scheme = self._schemes.get(module, Scheme())
+        order = self._keys.get(module, module) if scheme.act_order else None
         self.add(Linear(x=self._activation(x, module, scheme), parts=(module,), rows=(n,), k=k, weight=scheme.weight,
-                        activation=scheme.activation, order=self._keys.get(module, module) if scheme.act_order else None,
-                        bias=bias, out=out))
+                        activation=scheme.activation, order=order, bias=bias, out=out))
         return out
 
     def _activation(self, x: str, module: str, scheme: Scheme) -> str:

@@ -21,6 +21,7 @@ from engines.kernels.cpu import rows as row_ops
 from engines.kernels.cpu.attention import AttentionPlan, attention
 from engines.kernels.cpu.attention import plan as plan_attention
 from engines.kernels.cpu.linear import OPERATORS
+from engines.kernels.cpu.native.grids import group_size
 from engines.kernels.cpu.rope_kv import LayerCache, rotary_table, rotate
 from engines.models.rope import cosines_and_sines
 from engines.plan import Plan
@@ -221,6 +222,8 @@ class CpuBackend:
         grid = quant.grid
         if grid is None:
             return _same
+        if (size := group_size(grid)) > 0:
+            return lambda x: row_ops.round_groups(x, size, grid.dtype)
         if grid.dynamic:
             return row_ops.quantize_int8_token if grid.dtype == "int8" else row_ops.quantize_fp8_token
         assert quant.input_scale is not None

@@ -17,7 +17,7 @@ import torch
 
 from engines.build.weights import Weights
 from engines.kernels.cpu.native.attend import ROWS, Form
-from engines.kernels.cpu.native.grids import NAME
+from engines.kernels.cpu.native.grids import NAME, group_size, scaled_rows
 from engines.kernels.cpu.native.norms import Coding
 from engines.kernels.cpu.native.step import Code, Context
 from engines.kernels.cpu.native.table import Array, OpRow, Table
@@ -25,7 +25,6 @@ from engines.kernels.cpu.native.team import team
 from engines.kernels.cpu.native.tiles import Tiles, aligned, padded
 from engines.plan import Plan
 from engines.program import (
-    ActQuant,
     Add,
     AddNorm,
     Attention,
@@ -44,8 +43,10 @@ from engines.runtime.batch import HEAD_ROWS, Batch
 from engines.runtime.cpu import CpuBackend, kv_scales, rotary_tables
 from engines.runtime.native_buffers import Buffer, Buffers, widths_of
 
-_CODINGS = {("int8", True): Coding.INT8_TOKEN, ("int8", False): Coding.INT8_STATIC,
-            ("fp8_e4m3", False): Coding.FP8_STATIC, ("fp8_e4m3", True): Coding.FP8_TOKEN}
+_SCALED = {("int8", True): Coding.INT8_TOKEN, ("int8", False): Coding.INT8_STATIC,
+           ("fp8_e4m3", False): Coding.FP8_STATIC, ("fp8_e4m3", True): Coding.FP8_TOKEN}
+_VALUES = {("int8", True): Coding.INT8_VALUES, ("int8", False): Coding.INT8_VALUES_STATIC,
+           ("fp8_e4m3", True): Coding.FP8_VALUES}
 
 _FORMS = {"bf16": Form.FLOAT, "fp8_e4m3": Form.FP8, "int8": Form.INT8}
 
@@ -164,7 +165,9 @@ class NativeBackend:
 
     # One method binds one kind of Op.
 
-    def _quant(self, quant: ActQuant | None, row: OpRow) -> None:
+    def _quant(self, op: RMSNorm | AddNorm | GatedSilu | Quantize, width: int, row: OpRow) -> None:
+        """How the rows of an Op are coded: as the linears want them that read them."""
+        quant = op.quant
         if quant is None:
             return
         if quant.pre_quant_scale is not None:
@@ -172,7 +175,9 @@ class NativeBackend:
             row.set(MULTIPLIER=row.address(multiplier))
         grid = quant.grid
         if grid is not None:
-            row.set(CODING=_CODINGS[grid.dtype, grid.dynamic])
+            scaled = any(scaled_rows(reader.weight, grid) for reader in self._plan.program.linears()
+                         if reader.x == op.out)
+            row.set(CODING=(_SCALED if scaled else _VALUES)[grid.dtype, grid.dynamic], GROUP=group_size(grid) or width)
             if not grid.dynamic:
                 assert quant.input_scale is not None
                 row.real(STATIC_SCALE=float(self._weights.take(quant.input_scale)))
@@ -199,7 +204,7 @@ class NativeBackend:
         row.real(EPS=op.eps)
         self._in(op.x, row)
         self._out(op.out, row)
-        self._quant(op.quant, row)
+        self._quant(op, weight.numel(), row)
         if isinstance(op, AddNorm):
             residual, total = self._buffers.of[op.residual], self._buffers.of[op.residual_out]
             row.set(CODE=Code.ADD_NORM, RESIDUAL=residual.data.ctypes.data, RESIDUAL_BYTES=residual.row_bytes,
@@ -216,13 +221,13 @@ class NativeBackend:
         row.set(CODE=Code.QUANTIZE, N=width)
         self._in(op.x, row)
         self._out(op.out, row)
-        self._quant(op.quant, row)
+        self._quant(op, width, row)
 
     def _linear(self, op: Linear, row: OpRow) -> None:
         row.linear(self._tiles[op.out])
         self._in(op.x, row)
         self._out(op.out, row)
-        if op.activation is not None:
+        if scaled_rows(op.weight, op.activation):
             row.set(X_SCALES=self._buffers.of[op.x].scales.ctypes.data)
 
     def _rope_kv(self, op: RopeKV, row: OpRow) -> None:
@@ -253,7 +258,7 @@ class NativeBackend:
         row.set(CODE=Code.SILU if op.activation == "silu" else Code.GELU, N=op.width)
         self._in(op.gate_up, row)
         self._out(op.out, row)
-        self._quant(op.quant, row)
+        self._quant(op, op.width, row)
 
     def _soft_cap(self, op: SoftCap, row: OpRow) -> None:
         row.set(CODE=Code.SOFT_CAP, N=self._plan.model.vocab_size)

@@ -13,17 +13,27 @@ import torch
 from memory_checkpoint import INT8, MemoryCheckpoint
 from tiny_models import tiny_llama
 
+from calib.scheme import BF16, Grid, PerBlock, PerGroup, Scheme
 from engines.build.builder import build
 from engines.llm import LLM
 from engines.plan import EngineSpec
 from engines.request import Grammar, SamplingParams
 
+SCHEMES = {
+    "int8": INT8,
+    "int8_static": Scheme(weight=INT8.weight, activation=Grid(dtype="int8")),
+    "fp8_block": Scheme(weight=Grid(dtype="fp8_e4m3", granularity=PerBlock(rows=128, cols=128)),
+                        activation=Grid(dtype="fp8_e4m3", granularity=PerGroup(size=128), dynamic=True)),
+}
 
-def main(work: Path) -> None:
+
+def main(work: Path, scheme: str) -> None:
     torch.set_num_threads(1)
-    folder = tiny_llama(work / "model", num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=16,
-                        hidden_size=32, intermediate_size=64)
-    checkpoint = MemoryCheckpoint.of(folder, INT8)
+    wide = 4 if scheme == "fp8_block" else 1
+    folder = tiny_llama(work / "model", num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1,
+                        head_dim=16 * wide, hidden_size=32 * wide, intermediate_size=128)
+    kv = Grid(dtype="int8") if scheme == "int8_static" else BF16
+    checkpoint = MemoryCheckpoint.of(folder, SCHEMES[scheme], input_scale=0.05, kv=kv)
     limits = {"max_seq_len": 48, "max_batch_size": 2, "max_num_tokens": 16, "tune": "none"}
     cpu = LLM(build(checkpoint, EngineSpec(**limits), work / "cpu"))
     gpu = LLM(build(checkpoint, EngineSpec(device="interpreter", memory=64 << 20, **limits), work / "gpu"))
@@ -39,6 +49,8 @@ def main(work: Path) -> None:
     [ours], [theirs] = (llm.loglikelihood(prompts[:1], top_k=2) for llm in (gpu, cpu))
     assert float(np.abs(ours.logprobs - theirs.logprobs).max()) < 0.3
     assert gpu.stats()["used_blocks"] == 0
+    if scheme != "int8":
+        return
     again = SamplingParams(max_tokens=5, ignore_eos=True, presence_penalty=2.0, repetition_penalty=1.5,
                            logit_bias={7: 4.0})
     formed = SamplingParams(max_tokens=5, grammar=Grammar(kind="regex", source="[ab]{3}"))
@@ -49,4 +61,4 @@ def main(work: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2])

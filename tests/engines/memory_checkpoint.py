@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -24,20 +24,40 @@ INT4 = Scheme(weight=Grid(dtype="int4", granularity=PerGroup(size=32)), pre_quan
 FP8_KV = Grid(dtype="fp8_e4m3")
 
 
-def quantize_weight(weight: torch.Tensor, grid: Grid) -> dict[str, torch.Tensor]:
-    """Canonical tensors of one weight, rounded to nearest on a symmetric grid (block grids: only the layout)."""
+def cells(grid: Grid, n: int, k: int, g_idx: torch.Tensor | None = None) -> tuple[torch.Tensor, tuple[int, int]]:
+    """The scale that each weight [n, k] takes, as an index into scales [rows, columns], and their shape."""
+    kind = grid.granularity
+    rows = torch.zeros(n) if kind.kind == "tensor" else torch.arange(n) // (kind.rows if kind.kind == "block" else 1)
+    width = {"group": lambda: kind.size, "block": lambda: kind.cols}.get(kind.kind, lambda: k)()
+    columns = torch.arange(k) // width if g_idx is None else g_idx
+    shape = (int(rows.max()) + 1, int(columns.max()) + 1)
+    return (rows[:, None] * shape[1] + columns).long(), shape
+
+
+def quantize_weight(weight: torch.Tensor, grid: Grid, g_idx: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+    """Canonical tensors of one weight, rounded to nearest."""
     weight = weight.float()
-    top = CODE_MAX[grid.dtype]
-    kind = grid.granularity.kind
-    if kind == "block":
-        return {"weight": weight.to(torch.int8), "weight_scale": torch.ones(1, 1)}
-    blocks = weight.view(weight.shape[0], -1, grid.granularity.size) if kind == "group" else weight
-    amax = blocks.abs().amax() if kind == "tensor" else blocks.abs().amax(-1)
-    scale = (amax / top).clamp_min(1e-12)
-    spread = scale if kind == "tensor" else scale.unsqueeze(-1)
-    codes = (blocks / spread).clamp(-top, top)
+    at, shape = cells(grid, *weight.shape, g_idx)
+
+    def most(values: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(shape[0] * shape[1]).scatter_reduce(0, at.flatten(), values.flatten(), "amax")
+
+    if grid.symmetric:
+        top = CODE_MAX[grid.dtype]
+        scale = (most(weight.abs()) / top).clamp_min(1e-12)
+        codes = (weight / scale[at]).clamp(-top, top)
+        zero = None
+    else:
+        low, high = most(-weight), most(weight)
+        scale = ((low + high) / 15).clamp_min(1e-12)
+        zero = (low / scale).round()
+        codes = ((weight / scale[at]).round() + zero[at]).clamp(0, 15)
     codes = codes.to(torch.float8_e4m3fn) if grid.dtype == "fp8_e4m3" else codes.round().to(torch.int8)
-    return {"weight": codes.reshape(weight.shape), "weight_scale": scale}
+    form = {"tensor": (), "channel": shape[:1]}.get(grid.granularity.kind, shape)
+    part = {"weight": codes, "weight_scale": scale.reshape(form)}
+    if zero is not None:
+        part["weight_zero"] = zero.to(torch.int8).reshape(form)
+    return part if g_idx is None else part | {"g_idx": g_idx}
 
 
 @dataclass
@@ -49,17 +69,20 @@ class MemoryCheckpoint:
     kv: Grid = BF16
     input_scale: float = 0.02
     kv_scale: float = 0.02
+    kv_heads: int = 0
+    orders: Literal["shared", "own"] = "shared"
     recipe: str = "memory"
     source_grid: str | None = None
     extra: dict[str, torch.Tensor] = field(default_factory=dict)
     drop: frozenset[str] = frozenset()
 
     @classmethod
-    def of(cls, folder: Path, scheme: Scheme, **settings: Any) -> MemoryCheckpoint:
-        """Every decoder linear of a bf16 folder on one scheme."""
+    def of(cls, folder: Path, scheme: Scheme, head: Scheme | None = None, **settings: Any) -> MemoryCheckpoint:
+        """Every decoder linear of a bf16 folder on one scheme, and the output layer on ``head``."""
         source = QuantizedCheckpoint.open(folder)
-        names = [name.removesuffix(".weight") for name, _ in source.tensors() if name.endswith("_proj.weight")]
-        return cls(source, dict.fromkeys(names, scheme), **settings)
+        names = [name.removesuffix(".weight") for name, _ in source.tensors()
+                 if scheme.weight.quantized and name.endswith("_proj.weight")]
+        return cls(source, dict.fromkeys(names, scheme) | ({} if head is None else {"lm_head": head}), **settings)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -80,21 +103,29 @@ class MemoryCheckpoint:
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self.source.tensors():
             module, _, kind = name.rpartition(".")
+            if name.endswith("k_proj.weight") and self.kv.quantized:
+                spread = torch.arange(self.kv_heads) * 0.003 if self.kv_heads else torch.tensor(0.0)
+                yield f"{module.removesuffix('.k_proj')}.k_scale", self.kv_scale + spread
+                yield f"{module.removesuffix('.k_proj')}.v_scale", self.kv_scale + 0.001 - spread
             scheme = self.schemes.get(module)
             if scheme is None or kind != "weight":
                 yield name, tensor
                 continue
             pre = self._pre_quant_scale(module, tensor) if scheme.pre_quant_scale else None
             values = tensor.float() if pre is None else tensor.float() / pre
-            for key, value in quantize_weight(values, scheme.weight).items():
+            order = self._g_idx(module, scheme.weight, tensor.shape[1]) if scheme.act_order else None
+            for key, value in quantize_weight(values, scheme.weight, order).items():
                 yield f"{module}.{key}", value
             if scheme.activation is not None and not scheme.activation.dynamic:
                 yield f"{module}.input_scale", torch.tensor(self.input_scale)
             if pre is not None:
                 yield f"{module}.pre_quant_scale", pre
-            if self.kv.quantized and module.endswith("k_proj"):
-                yield f"{module.removesuffix('.k_proj')}.k_scale", torch.tensor(self.kv_scale)
-                yield f"{module.removesuffix('.k_proj')}.v_scale", torch.tensor(self.kv_scale)
+
+    def _g_idx(self, module: str, grid: Grid, k: int) -> torch.Tensor:
+        """A shuffled assignment of columns to groups: the readers of one input agree, or each has its own."""
+        seed = sum(module.encode() if self.orders == "own" else module.rpartition(".")[0].encode())
+        groups = torch.arange(k) // grid.granularity.size
+        return groups[torch.randperm(k, generator=torch.Generator().manual_seed(seed))].to(torch.int32)
 
     def _pre_quant_scale(self, module: str, tensor: torch.Tensor) -> torch.Tensor:
         """Equal for the readers of one norm (as AWQ makes them), powers of two so that only rounding differs."""

@@ -45,13 +45,14 @@ def gpu_engine(folder: Path, out: Path, precision: str, **limits: object) -> LLM
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run for real here")
-def test_interpreted_engine_equals_the_cpu_engine(tmp_path: Path) -> None:
+@pytest.mark.parametrize("scheme", ["int8", "int8_static", "fp8_block"])
+def test_interpreted_engine_equals_the_cpu_engine(tmp_path: Path, scheme: str) -> None:
     """Prefill, chunked prefill beside a decode, decode, scores: the whole runner, every kernel, no GPU."""
     script = Path(__file__).with_name("interpreted_engine_child.py")
     paths = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run([sys.executable, str(script), str(tmp_path)], env=environment, capture_output=True, text=True,
-                          check=False)
+    done = subprocess.run([sys.executable, str(script), str(tmp_path), scheme], env=environment, capture_output=True,
+                          text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
 
 

@@ -17,12 +17,14 @@ from calib.checkpoint import QuantizedCheckpoint
 from calib.errors import ArtifactError
 from calib.scheme import BF16, Grid, PerGroup, Scheme
 from engines.build.buffers import assign, body_and_head
-from engines.build.impls import IMPLS, impl_for
+from engines.build.gpu_linears import impl_for
+from engines.build.impls import TABLE
 from engines.build.plan_gpu import make_gpu_plan
 from engines.build.tune_gpu import sizes_for, tune_gpu
 from engines.device import Device, NoDeviceError, detect
 from engines.errors import EngineError
 from engines.kernels.impl import KernelConfig
+from engines.kernels.linear.impls import IMPLS
 from engines.models.decoder import decoder_program
 from engines.models.facts import ModelFacts
 from engines.models.rope import RopeFacts
@@ -30,7 +32,7 @@ from engines.plan import EngineSpec, fused_program, linear_shape
 from engines.program import AddNorm, Attention, Program, RopeKV, reads, writes
 from engines.request import SamplingParams
 from engines.runtime.cuda.graphs import decode_sizes, keys, smallest
-from engines.runtime.cuda.ops import attention_groups, fences
+from engines.runtime.cuda.neighbours import attention_groups, fences
 from engines.runtime.cuda.record import HostRecord, Layout, RowWriter, Slots
 from engines.runtime.sequence import Sequence
 
@@ -257,7 +259,7 @@ def test_compile_ahead_makes_what_a_launch_would_make(tmp_path: Path) -> None:
 
 
 def test_every_impl_is_reachable() -> None:
-    assert set(IMPLS) == {"bf16", "fp8", "int8", "int8_weight_only", "int4_a16", "int4_a8"}
+    assert set(IMPLS) == {row.cuda for row in TABLE if row.cuda is not None}
 
 
 def test_checkpoint_of_another_layout_is_packed_once(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from cpu_steps import batch_of, checkpoint_of, logits_of, open_both, steps
 from memory_checkpoint import FP8 as FP8_SCHEME
 from memory_checkpoint import FP8_KV, MemoryCheckpoint
 from memory_checkpoint import INT4 as INT4_SCHEME
@@ -16,11 +17,9 @@ from memory_checkpoint import INT8 as INT8_SCHEME
 from numba import njit
 from tiny_models import tiny_llama
 
-from calib.checkpoint import QuantizedCheckpoint
-from calib.scheme import BF16, Grid, PerChannel, PerGroup, PerTensor, PerToken, Scheme
+from calib.scheme import BF16, Grid, PerChannel, PerGroup, PerTensor, PerToken
 from engines.build.builder import plan_for
 from engines.build.compiled_cpu import refuses
-from engines.build.weights import Weights, write_weights
 from engines.errors import EngineError
 from engines.kernels.cpu.disk import pack
 from engines.kernels.cpu.native import norms, step
@@ -29,10 +28,8 @@ from engines.kernels.cpu.native.operator import prepare
 from engines.kernels.cpu.native.team import Team, team
 from engines.kernels.cpu.native.tiles import Kind, Tiles
 from engines.kernels.cpu.rows import Quantized, quantize_fp8_static, quantize_fp8_token, quantize_int8_token
-from engines.plan import EngineSpec, Plan
+from engines.plan import EngineSpec
 from engines.runtime.batch import Batch
-from engines.runtime.cpu import CpuBackend
-from engines.runtime.native import NativeBackend, open_cpu
 
 INT8_TOKEN = Grid(dtype="int8", granularity=PerToken(), dynamic=True)
 INT8 = Grid(dtype="int8", granularity=PerChannel())
@@ -74,19 +71,21 @@ def exact(weight, rows, bias: bool):
 
 @pytest.mark.parametrize(("grid", "activation", "k", "kind"), [
     (BF16, None, 48, Kind.BF16), (BF16, None, 37, Kind.BF16),
-    (FP8, FP8_STATIC, 64, Kind.BF16),
+    (FP8, FP8_STATIC, 64, Kind.FP8),
     (INT8, INT8_TOKEN, 64, Kind.INT8), (INT8, INT8_TOKEN, 37, Kind.INT8),
-    (INT8, None, 64, Kind.BF16),
+    (INT8, None, 64, Kind.INT8_WIDE),
     (Grid(dtype="int4", granularity=PerGroup(size=32)), None, 96, Kind.INT4),
     (Grid(dtype="int4", granularity=PerGroup(size=8)), None, 40, Kind.INT4),
-    (Grid(dtype="int4", granularity=PerGroup(size=32), symmetric=False), None, 96, Kind.FLOAT),
+    (Grid(dtype="int4", granularity=PerGroup(size=32), symmetric=False), None, 96, Kind.INT4_ZERO),
 ], ids=str)
 @pytest.mark.parametrize("n", [16, 50])
 @pytest.mark.parametrize("bias", [False, True])
 def test_tiles_equal_float64(grid, activation, k, kind, n, bias) -> None:
     weight = stored(grid, n, k, bias=bias)
-    assert Tiles.of(weight, activation).kind is kind
-    assert bits(grid, activation) >= 4
+    prepared = Tiles.of(weight, activation)
+    assert prepared.kind is kind
+    held = prepared.data.nbytes + (0 if prepared.group_scales is None else prepared.group_scales.nbytes)
+    assert held == -(-n // 16) * 16 * (k + k % 2 * (prepared.kind is Kind.INT8)) * bits(grid, activation, k) / 8
     one, two = prepare(weight, activation, 1), prepare(weight, activation, 2)
     for count in ROWS:
         x = torch.randn(count, k, generator=torch.Generator().manual_seed(count))
@@ -177,7 +176,7 @@ def quantized(x: torch.Tensor, coding: norms.Coding, static: float = 0.0):
     y = x.numpy().copy()
     codes = np.zeros(y.size + 1, np.int16) if coding in (norms.Coding.INT8_TOKEN, norms.Coding.INT8_STATIC) else y
     scale = np.zeros(1, np.float32)
-    norms.quantize_row(y, int(coding), static, 0, codes.ctypes.data, scale.ctypes.data)
+    norms.quantize_row(y, int(coding), static, 0, codes.ctypes.data, scale.ctypes.data, 0)
     return torch.from_numpy(codes[:y.size].astype(np.float32)), float(scale[0])
 
 
@@ -236,55 +235,6 @@ def test_a_team_takes_one_step_at_a_time() -> None:
     for start in range(0, 24, 3):
         assert len({caller for caller, _ in seen[start:start + 3]}) == 1, "two steps ran at once"
     assert team(2) is team(2)
-
-
-def checkpoint_of(folder, scheme=None, kv=BF16) -> MemoryCheckpoint:
-    if scheme is None and kv.quantized:
-        scheme = Scheme(weight=Grid(dtype="int4", granularity=PerGroup(size=32)))
-    if scheme is None:
-        return MemoryCheckpoint(QuantizedCheckpoint.open(folder), {}, kv=kv)
-    return MemoryCheckpoint.of(folder, scheme, kv=kv)
-
-
-def open_both(tmp_path, scheme, kv=BF16, **changes):
-    """A tiny engine's plan through the torch backend and the compiled one (one thread and two)."""
-    checkpoint = checkpoint_of(tiny_llama(tmp_path / "model", head_dim=16, **changes), scheme, kv)
-    plan, _ = plan_for(checkpoint, EngineSpec(tune="none", max_seq_len=128, block_size=4, max_batch_size=4,
-                                              max_num_tokens=64))
-    write_weights(checkpoint.tensors(), plan.program, checkpoint.kv, tmp_path / "weights")
-    files = sorted((tmp_path / "weights").glob("*.safetensors"))
-    by_torch = Plan.model_validate(plan.model_dump() | {"kernels": [
-        choice.model_dump() | {"impl": "float"} for choice in plan.kernels]})
-    assert isinstance(open_cpu(plan, Weights(files)), NativeBackend)
-    assert isinstance(open_cpu(by_torch, Weights(files)), CpuBackend)
-    return CpuBackend(by_torch, Weights(files)), NativeBackend(plan, Weights(files), 1), NativeBackend(
-        plan, Weights(files), 2)
-
-
-def batch_of(news, cached, tables, block=4) -> Batch:
-    generator = torch.Generator().manual_seed(sum(news))
-    positions = [at for new, seen in zip(news, cached, strict=True) for at in range(seen, seen + new)]
-    slots = [table[at // block] * block + at % block
-             for new, seen, table in zip(news, cached, tables, strict=True) for at in range(seen, seen + new)]
-    tokens = torch.randint(0, 250, (len(positions),), generator=generator)
-    last = torch.tensor(news).cumsum(0) - 1
-    return Batch(tokens, torch.tensor(positions), torch.tensor(slots), last, tables,
-                 [new + seen for new, seen in zip(news, cached, strict=True)], news)
-
-
-def steps():
-    """Prefill, decode beside a chunk, decodes whose lengths differ, a second chunk of 21 tokens over 5 blocks."""
-    tables = [[3, 9, 1, 20, 4, 7, 30, 31, 2], [5, 6, 8, 21, 10, 22, 23], [11, 12, 13, 14]]
-    yield batch_of([5, 3], [0, 0], tables[:2])
-    yield batch_of([1, 1, 7], [5, 3, 0], tables)
-    yield batch_of([1, 1, 1], [6, 4, 7], tables)
-    yield batch_of([21], [7], tables[:1])
-    yield batch_of([1, 1, 1], [28, 5, 8], tables)
-
-
-def logits_of(backend, batch) -> torch.Tensor:
-    context = backend.context(batch)
-    return backend.head(backend.body(context), context).clone()
 
 
 @pytest.mark.parametrize(("scheme", "kv", "bound"), [(None, BF16, 2e-5), (INT4_SCHEME, BF16, 2e-5),

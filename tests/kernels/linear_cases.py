@@ -10,8 +10,8 @@ from engines.kernels.impl import DeviceFacts, KernelConfig, LinearShape, Packed
 from engines.kernels.linear.bf16 import Bf16Linear
 from engines.kernels.linear.fp8 import Fp8Linear
 from engines.kernels.linear.int8 import Int8Linear
-from engines.kernels.linear.int8_weight_only import Int8WeightOnlyLinear
 from engines.kernels.linear.natural import NaturalLinear
+from engines.kernels.linear.weight_only import Fp8WeightOnlyLinear, Int8WeightOnlyLinear
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
@@ -20,12 +20,14 @@ H200 = DeviceFacts("NVIDIA H200", 90, 132, 232448, 60 << 20)
 A100 = DeviceFacts("NVIDIA A100", 80, 108, 166912, 40 << 20)
 L40 = DeviceFacts("NVIDIA L40", 89, 142, 101376, 96 << 20)
 CPU = DeviceFacts("cpu", 0, 2, 0, 0)
-IMPLS: list[NaturalLinear] = [Bf16Linear(), Fp8Linear(), Int8Linear(), Int8WeightOnlyLinear()]
+IMPLS: list[NaturalLinear] = [Bf16Linear(), Fp8Linear(), Int8Linear(), Int8WeightOnlyLinear(), Fp8WeightOnlyLinear()]
 
 # max |error| / max |reference|, and |error| / |reference| in the 2-norm. Output rounding alone is 2^-9 and 1.7e-3 in
 # bf16; fp8 adds the tensor cores' short accumulator (measured up to 3.4e-3 at k = 14336).
-MAX_ERROR = {"bf16": 8e-3, "fp8": 1.2e-2, "int8": 8e-3, "int8_weight_only": 8e-3}
-RMS_ERROR = {"bf16": 2.5e-3, "fp8": 5e-3, "int8": 2.5e-3, "int8_weight_only": 2.5e-3}
+MAX_ERROR = {"bf16": 8e-3, "fp8": 1.2e-2, "int8": 8e-3, "int8_weight_only": 8e-3, "fp8_weight_only": 8e-3,
+             "fp8_block": 1.2e-2}
+RMS_ERROR = {"bf16": 2.5e-3, "fp8": 5e-3, "int8": 2.5e-3, "int8_weight_only": 2.5e-3, "fp8_weight_only": 2.5e-3,
+             "fp8_block": 5e-3}
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ def problem(impl: NaturalLinear, m: int, n: int, k: int, *, bias: bool = False, 
     x = torch.randn(m, k, generator=seed)
     x[:, : k // 7 + 1] *= 8
     b = torch.randn(n, generator=seed).to(HALF).to(DEVICE) if bias else None
-    limit = {"fp8": 448.0, "int8": 127.0, "int8_weight_only": 127.0}.get(impl.name)
+    limit = {"fp8": 448.0, "int8": 127.0, "int8_weight_only": 127.0, "fp8_weight_only": 448.0}.get(impl.name)
     if limit is None:
         return Problem(impl, x.to(HALF).to(DEVICE), impl.pack(w.to(HALF).to(DEVICE), bias=b), None)
     w_scale = w.abs().amax() / limit if per_tensor else w.abs().amax(1).clamp(min=1e-6) / limit
@@ -67,7 +69,7 @@ def run(case: Problem, config: KernelConfig) -> torch.Tensor:
     """Launch on a poisoned output; the workspace starts zeroed, and its tickets must be zero again afterwards."""
     m, packed = case.x.shape[0], case.packed
     out = torch.full((m, packed.n), float("nan"), dtype=HALF, device=DEVICE)
-    needed = case.impl.workspace_bytes(LinearShape(m, packed.n, packed.k), config)
+    needed = case.impl.workspace_bytes(LinearShape(m, packed.n, packed.k, packed.group), config)
     workspace = torch.zeros(needed, dtype=torch.uint8, device=DEVICE) if needed else None
     case.impl.launch(case.x, packed, config, out, x_scale=case.x_scale, workspace=workspace)
     if workspace is not None:

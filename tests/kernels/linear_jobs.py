@@ -11,7 +11,8 @@ from engines.kernels.linear.mm import mm_kernel
 from engines.kernels.linear.natural import NaturalLinear
 from engines.kernels.offline import CompileJob
 
-WEIGHT = {"float": "bf16", "fp8": "fp8e4nv", "int8": "i8", "int8_weight": "i8"}
+WEIGHT = {"float": "bf16", "fp8": "fp8e4nv", "fp8_block": "fp8e4nv", "fp8_weight": "fp8e4nv", "int8": "i8",
+          "int8_weight": "i8"}
 WORDS = {"float": ("bf16", "bf16"), "fp8": ("i64", "i64"), "int8": ("i32", "i32"), "int8_weight": ("i64", "i32")}
 
 
@@ -23,7 +24,7 @@ def job(impl: NaturalLinear, config: KernelConfig, capability: int = 90, *, gate
     pointers = {"w_scale_ptr": "*fp32", "x_scale_ptr": "*fp32", "bias_ptr": "*bf16", "out_ptr": "*bf16", "m": "i32",
                 "n": "i32", "k": "i32"}
     weight = WEIGHT[impl.kind]
-    x = "bf16" if impl.kind == "int8_weight" else weight
+    x = "bf16" if impl.kind.endswith("_weight") else weight
     options = {"capability": capability, "aligned": ("n", "k"), "num_warps": config.num_warps,
                "num_stages": config.num_stages, "pdl": config.pdl}
     if config.kernel == "gemv":

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from engines.kernels.impl import DeviceFacts, KernelConfig, LinearImpl, LinearShape
-from engines.kernels.linear.int8_weight_only import dequantize
 from engines.kernels.linear.natural import TORCH, NaturalLinear
 from engines.kernels.linear.split_k import scratch_view
+from engines.kernels.linear.weight_only import dequantize
 from tests.kernels.linear_cases import A100, CPU, DEVICE, H200, HALF, IMPLS, L40, ON_GPU, check, problem, run
 
 MODEL_SHAPES = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096),  # Llama-3.1-8B

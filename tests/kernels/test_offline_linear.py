@@ -7,19 +7,22 @@ import pytest
 from engines.kernels.impl import KernelConfig, LinearShape
 from engines.kernels.linear.bf16 import Bf16Linear
 from engines.kernels.linear.fp8 import Fp8Linear
+from engines.kernels.linear.fp8_block import BLOCK, Fp8BlockLinear
 from engines.kernels.linear.int8 import Int8Linear
-from engines.kernels.linear.int8_weight_only import Int8WeightOnlyLinear
 from engines.kernels.linear.natural import NaturalLinear
+from engines.kernels.linear.weight_only import Fp8WeightOnlyLinear, Int8WeightOnlyLinear
 from engines.kernels.offline import KernelFacts, compile_jobs
 from tests.kernels.linear_cases import A100, H200, L40
 from tests.kernels.linear_jobs import job
 
 BF16, FP8, INT8, WEIGHT_ONLY = Bf16Linear(), Fp8Linear(), Int8Linear(), Int8WeightOnlyLinear()
+FP8_WEIGHT, FP8_BLOCK = Fp8WeightOnlyLinear(), Fp8BlockLinear()
 DEVICES = {80: A100, 89: L40, 90: H200}
 
 
 def _first(impl: NaturalLinear, kernel: str, m: int, capability: int) -> KernelConfig:
-    found = impl.candidates(LinearShape(m, 4096, 4096), DEVICES[min(capability, 90)])
+    group = BLOCK if impl is FP8_BLOCK else 0
+    found = impl.candidates(LinearShape(m, 4096, 4096, group), DEVICES[min(capability, 90)])
     return next(config for config in found if config.kernel == kernel)
 
 
@@ -35,6 +38,11 @@ VARIANTS = {  # name -> (impl, kernel, tokens, capability)
     "dot fp8": (FP8, "dot", 16, 90),
     "dot int8": (INT8, "dot", 64, 90),
     "dot int8 weight": (WEIGHT_ONLY, "dot", 16, 90),
+    "dot fp8 weight": (FP8_WEIGHT, "dot", 16, 90),
+    "dot fp8 block": (FP8_BLOCK, "dot", 16, 90),
+    "dot fp8 block, 256 tokens": (FP8_BLOCK, "dot", 256, 90),
+    "dot fp8 block sm_89": (FP8_BLOCK, "dot", 16, 89),
+    "dot fp8 block sm_100": (FP8_BLOCK, "dot", 64, 100),
     "mm int8": (INT8, "mm", 2048, 90),
     "gemv int8 sm_80": (INT8, "gemv", 1, 80),
     "dot bf16 sm_80": (BF16, "dot", 16, 80),
@@ -74,6 +82,8 @@ def test_gemv_loads_sixteen_bytes_and_multiplies_as_meant(compiled: dict[str, Ke
 
 def test_dot_and_mm_use_warpgroup_instructions_and_tma(compiled: dict[str, KernelFacts]) -> None:
     for name, instruction in (("dot bf16", "HGMMA"), ("dot fp8", "QGMMA"), ("dot int8", "IGMMA"),
+                              ("dot fp8 weight", "HGMMA"), ("dot fp8 block", "QGMMA"),
+                              ("dot fp8 block, 256 tokens", "QGMMA"),
                               ("dot int8 weight", "HGMMA"), ("mm int8", "IGMMA")):
         assert compiled[name].count(instruction) > 0, name
         assert compiled[name].count("UTMALDG") > 0, name

@@ -6,9 +6,12 @@
                the operator ``split`` reads from the mapped file a few at a time, and never as a whole)
     int4       codes uint8 [n, k/2]: byte j of a row holds code 2j in its low and 2j+1 in its high nibble, each plus 8
                (asymmetric: as it is); scale f32 [n, k/g]; zero int8 [n, k/g] for asymmetric grids
+    groups and blocks of 8-bit codes: scale f32 [n, k/g]; a block's scale is repeated for each of its rows, as the rows
+               of stacked parts need not begin where a block does (3 % more than the codes alone)
     + bias f32 [n] and g_idx int32 [k] where the layer has them
 
-A per-tensor scale of several stacked parts becomes a per-channel one. ``pack`` and ``unpack`` are exact inverses.
+Numbers of groups are rounded up: the last group of a row may be smaller. A per-tensor scale of several stacked parts
+becomes a per-channel one. ``pack`` and ``unpack`` are exact inverses.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ import torch
 
 from calib.scheme import Grid
 from engines.errors import EngineError
+from engines.kernels.cpu.native.grids import group_size
 
 FIELDS = ("codes", "scale", "zero", "g_idx", "bias")
 CODE_DTYPE = {"bf16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8, "int4": torch.uint8}
@@ -91,18 +95,20 @@ class Stored:
         """The group of every input column: given by g_idx, else column // size."""
         if self.g_idx is not None:
             return self.g_idx.long()
-        assert self.grid.granularity.kind == "group"
         columns = self.codes.shape[1] * (2 if self.grid.dtype == "int4" else 1)
-        return torch.arange(columns) // self.grid.granularity.size
+        return torch.arange(columns) // group_size(self.grid)
 
 
-def stacked_scale(parts: Sequence[Mapping[str, torch.Tensor]], rows: Sequence[int], name: str
+def stacked_scale(grid: Grid, parts: Sequence[Mapping[str, torch.Tensor]], rows: Sequence[int], name: str
                   ) -> torch.Tensor | None:
     """Scales (or zeros) of stacked parts: [1] if they all have one equal scale, else one a row (or row and group)."""
     if name not in parts[0]:
         return None
     tensors = [part[name] for part in parts]
-    if tensors[0].numel() == 1:
+    if grid.granularity.kind == "block":
+        return torch.cat([tensor.repeat_interleave(grid.granularity.rows, 0)[:count]
+                          for tensor, count in zip(tensors, rows, strict=True)])
+    if grid.granularity.kind != "group" and tensors[0].numel() == 1:
         if all(torch.equal(tensor, tensors[0]) for tensor in tensors):
             return tensors[0].reshape(1)
         return torch.cat([tensor.reshape(1).expand(count) for tensor, count in zip(tensors, rows, strict=True)])
@@ -114,9 +120,6 @@ def pack(grid: Grid, parts: Sequence[Mapping[str, torch.Tensor]], names: Sequenc
 
     EngineError names the module whose tensors are missing, not finite, or off their grid.
     """
-    if grid.granularity.kind == "block":
-        raise EngineError(f"{names[0]}: {grid} weights have no operator on this device",
-                          "Use per-tensor, per-channel or group scales.")
     for part, name in zip(parts, names, strict=True):
         check_part(grid, part, name)
     rows = [part["weight"].shape[0] for part in parts]
@@ -126,8 +129,8 @@ def pack(grid: Grid, parts: Sequence[Mapping[str, torch.Tensor]], names: Sequenc
     else:  # joined as bytes: float8 has no cat
         dtype = CODE_DTYPE[grid.dtype]
         codes = torch.cat([part["weight"].to(dtype).view(torch.uint8) for part in parts]).view(dtype)
-    scale = stacked_scale(parts, rows, "weight_scale")
-    zero = stacked_scale(parts, rows, "weight_zero")
+    scale = stacked_scale(grid, parts, rows, "weight_scale")
+    zero = stacked_scale(grid, parts, rows, "weight_zero")
     bias = torch.cat([part["bias"].float() for part in parts]) if "bias" in parts[0] else None
     g_idx = parts[0].get("g_idx")
     if any(not _same(part.get("g_idx"), g_idx) for part in parts):
@@ -155,6 +158,40 @@ def check_part(grid: Grid, part: Mapping[str, torch.Tensor], name: str) -> None:
         raise EngineError(f"{name}.weight holds NaN or infinity", "The checkpoint is broken; calibrate again.")
     if grid.dtype == "bf16":
         as_bf16(f"{name}.weight", weight)
+    else:
+        _check_scales(grid, part, name)
+
+
+def scale_shape(grid: Grid, n: int, k: int) -> tuple[int, ...]:
+    """The shape of a weight's scales in the canonical stream."""
+    granularity = grid.granularity
+    if granularity.kind in ("tensor", "token"):
+        return ()
+    if granularity.kind == "channel":
+        return (n,)
+    rows = granularity.rows if granularity.kind == "block" else 1
+    return (-(-n // rows), -(-k // group_size(grid)))
+
+
+def _check_scales(grid: Grid, part: Mapping[str, torch.Tensor], name: str) -> None:
+    """EngineError for scales or zeros of another shape, zeros on a symmetric grid, codes or groups out of range."""
+    weight = part["weight"]
+    wanted = scale_shape(grid, *weight.shape)
+    for key in ("weight_scale", "weight_zero"):
+        if (key in part) != (key == "weight_scale" or not grid.symmetric):
+            raise EngineError(f"{name} is {grid} and has {'a' if key in part else 'no'} {key}",
+                              "The checkpoint is broken; make it again.")
+        if key in part and tuple(part[key].shape) != wanted and not (wanted == () and part[key].numel() == 1):
+            raise EngineError(f"{name}.{key} is {list(part[key].shape)}, {grid} wants {list(wanted)}",
+                              "The checkpoint is broken; make it again.")
+    if grid.dtype == "int4":
+        low, high = (-8, 7) if grid.symmetric else (0, 15)
+        if weight.min() < low or weight.max() > high:
+            raise EngineError(f"{name} has int4 codes from {int(weight.min())} to {int(weight.max())}, {grid} has "
+                              f"{low} to {high}", "The checkpoint is broken; make it again.")
+    if "g_idx" in part and (len(wanted) < 2 or part["g_idx"].min() < 0 or part["g_idx"].max() >= wanted[1]):
+        raise EngineError(f"{name}.g_idx names groups from {int(part['g_idx'].min())} to {int(part['g_idx'].max())}, "
+                          f"its scales are {list(wanted)}", "The checkpoint is broken; make it again.")
 
 
 def as_bf16(name: str, weight: torch.Tensor) -> torch.Tensor:
@@ -177,8 +214,12 @@ def unpack(stored: Stored, rows: Sequence[int]) -> list[dict[str, torch.Tensor]]
         single = tensor.numel() == 1
         pieces = [tensor] * len(parts) if single else list(tensor.split(list(rows)))
         for part, piece in zip(parts, pieces, strict=True):
-            tensor_wide = key != "bias" and stored.grid.granularity.kind == "tensor"
-            part[key] = piece.reshape(-1)[0] if tensor_wide else piece
+            granularity = stored.grid.granularity
+            if key != "bias" and granularity.kind == "tensor":
+                piece = piece.reshape(-1)[0]
+            elif key != "bias" and granularity.kind == "block":
+                piece = piece[::granularity.rows]
+            part[key] = piece
     if stored.g_idx is not None:
         for part in parts:
             part["g_idx"] = stored.g_idx

@@ -247,6 +247,7 @@ OPERATORS: dict[str, LinearOperator] = {operator.name: operator for operator in 
     SplitLinear(), HalfLinear(), IntMMLinear(), Int4PackLinear(), FloatLinear())}
 
 
-def choices(weight: Grid, activation: Grid | None, n: int, k: int) -> list[LinearOperator]:
-    """The operators that can run a linear, preferred ones first."""
-    return [operator for operator in OPERATORS.values() if operator.refuses(weight, activation, n, k) is None]
+def choices(weight: Grid, activation: Grid | None, n: int, k: int, act_order: bool = False) -> list[LinearOperator]:
+    """The operators that can run a linear, preferred ones first. Columns in another order need one that reads g_idx."""
+    return [operator for operator in OPERATORS.values() if operator.refuses(weight, activation, n, k) is None
+            and not (act_order and isinstance(operator, Int4PackLinear))]

@@ -7,8 +7,9 @@ At one token a torch call costs more than its arithmetic, and this form is four 
 ``F.rms_norm`` took 30 us for a row of 576, this takes 15).
 
 **Quantized rows** are (codes, scale): integers or fp8 values *held in float32* [t, n], and a scale that is a float
-(static) or [t, 1] (per token). Every linear operator takes its own narrow form from there; the float32 form is exact
-for int8 and fp8 codes.
+(static) or [t, 1] (per token); where groups of a row have scales of their own, they are the numbers that codes times
+scales stand for (``round_groups``). Every linear operator takes its own narrow form from there; the float32 form is
+exact for int8 and fp8 codes.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, floor: torch.Tensor) -> torc
 
 def quantize_int8_token(x: torch.Tensor) -> Quantized:
     """Symmetric int8 codes with one scale a row, amax / 127. Overwrites x."""
-    scale = torch.linalg.vector_norm(x, math.inf, -1, True).clamp_min_(TINY).mul_(1.0 / INT8_MAX)
+    scale = torch.linalg.vector_norm(x, math.inf, -1, True).clamp_min_(TINY).div_(INT8_MAX)
     return Quantized(x.div_(scale).round_(), scale)
 
 
@@ -63,8 +64,22 @@ def quantize_fp8_static(x: torch.Tensor, scale: float) -> Quantized:
 
 def quantize_fp8_token(x: torch.Tensor) -> Quantized:
     """e4m3 codes with one scale a row, amax / 448. Overwrites x."""
-    scale = torch.linalg.vector_norm(x, math.inf, -1, True).clamp_min_(TINY).mul_(1.0 / FP8_MAX)
+    scale = torch.linalg.vector_norm(x, math.inf, -1, True).clamp_min_(TINY).div_(FP8_MAX)
     return Quantized(x.copy_(x.div_(scale).to(torch.float8_e4m3fn)), scale)
+
+
+def round_groups(x: torch.Tensor, size: int, dtype: str) -> torch.Tensor:
+    """Rows [t, n] to the nearest numbers of an int8 or fp8_e4m3 grid with one scale for ``size`` inputs of a row.
+
+    The last group of a row may be smaller.
+    """
+    rows, width = x.shape
+    groups = torch.nn.functional.pad(x, (0, -width % size)).view(rows, -(-width // size), size)
+    limit = INT8_MAX if dtype == "int8" else FP8_MAX
+    scale = torch.linalg.vector_norm(groups, math.inf, -1, True).clamp_min_(TINY).div_(limit)
+    codes = groups / scale
+    codes = codes.round_() if dtype == "int8" else codes.to(torch.float8_e4m3fn).float()
+    return codes.mul_(scale).view(rows, -1)[:, :width].contiguous()
 
 
 def gated(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:

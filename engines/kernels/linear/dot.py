@@ -15,7 +15,10 @@ share a tile's k range (see split_k). A row's sum depends on BLOCK_K and SPLIT_K
 weight a token's result does not depend on its batch mates. ``PREFETCH`` asks for that many bytes of each weight row to
 be brought into L2 before ``gdc_wait``, so that the memory does not idle across the kernel boundary.
 
-``KIND`` as in gemv; ``int8_weight`` widens the codes to x's type in registers, straight into the instruction.
+``KIND`` as in gemv; ``int8_weight`` and ``fp8_weight`` widen the codes to x's type in registers, straight into the
+instruction. ``fp8_block``: both sides are e4m3 and have a scale for every BLOCK_K inputs, so each step's sum leaves the
+tensor core, is scaled in registers (weight_scale [k / BLOCK_K, n], x_scale [m, k / BLOCK_K]) and added in fp32, which
+also keeps the short fp8 accumulator from ever holding more than BLOCK_K products.
 """
 
 from __future__ import annotations
@@ -48,7 +51,7 @@ def store_tokens(acc, w_scale_ptr, x_scale_ptr, bias_ptr, out_ptr, row, token, m
                  PER_TOKEN: tl.constexpr, HAS_BIAS: tl.constexpr) -> None:
     """Scale an accumulator [rows, tokens] fp32, add the bias, and store it transposed into out [m, n]."""
     valid = tl.minimum(row, n - 1)
-    if KIND != "float":
+    if KIND != "float" and KIND != "fp8_block":
         acc *= tl.load(w_scale_ptr + valid)[:, None]
     if KIND == "int8" or KIND == "fp8":
         acc *= tl.load(x_scale_ptr + tl.minimum(token, m - 1) * PER_TOKEN)[None, :]
@@ -93,9 +96,14 @@ def dot_kernel(x_ptr, x_desc, w_ptr, w_desc, w_scale_ptr, x_scale_ptr, bias_ptr,
             x = tl.load(x_rows + (at + unit)[:, None], mask=present, other=0.0)
         else:
             x = tl.load(x_rows + (at + unit)[:, None], mask=present & (at + unit < k)[:, None], other=0.0)
-        if KIND == "int8_weight":
+        if KIND == "int8_weight" or KIND == "fp8_weight":
             w = w.to(x.dtype)
-        acc = tl.dot(w, x, acc, out_dtype=acc.dtype)
+        if KIND == "fp8_block":
+            by_row = tl.load(w_scale_ptr + step * n + tl.minimum(row, n - 1))
+            by_token = tl.load(x_scale_ptr + tl.minimum(token, m - 1) * (k // BLOCK_K) + step)
+            acc += tl.dot(w, x, out_dtype=tl.float32) * by_row[:, None] * by_token[None, :]
+        else:
+            acc = tl.dot(w, x, acc, out_dtype=acc.dtype)
     result = acc.to(tl.float32)
     if SPLIT_K == 1:
         store_tokens(result, w_scale_ptr, x_scale_ptr, bias_ptr, out_ptr, row, token, m, n, KIND, PER_TOKEN, HAS_BIAS)

@@ -36,6 +36,13 @@ _MM: list[MmTile] = [(128, 256, 128, 3, 8, 1), (256, 128, 128, 3, 8, 1), (128, 2
                      (128, 128, 128, 4, 4, 1)]
 
 
+def needs_e4m3(device: DeviceFacts) -> str | None:
+    """None, or why e4m3 codes cannot be read on ``device``."""
+    if 0 < device.capability < 89:
+        return f"fp8 (e4m3) needs compute capability 8.9, {device.name} has {device.capability / 10:.1f}"
+    return None
+
+
 class Fp8Linear(NaturalLinear):
     """e4m3 weights times e4m3 activations; activation scale per tensor or per token."""
 
@@ -48,9 +55,7 @@ class Fp8Linear(NaturalLinear):
     x_dtypes = (torch.float8_e4m3fn,)
 
     def supports(self, shape: LinearShape, device: DeviceFacts) -> str | None:
-        if 0 < device.capability < 89:
-            return f"fp8 (e4m3) needs compute capability 8.9, {device.name} has {device.capability / 10:.1f}"
-        return super().supports(shape, device)
+        return needs_e4m3(device) or super().supports(shape, device)
 
     def torch_runs(self, shape: LinearShape, device: DeviceFacts) -> bool:
         return shape.n % 16 == 0 and shape.k % 16 == 0

@@ -102,10 +102,10 @@ class NaturalLinear(ABC):
     def gpu_candidates(self, shape: LinearShape, device: DeviceFacts) -> list[KernelConfig]:
         """``candidates`` where kernels run: GEMV up to 4 tokens, the swapped dot for batches, mm for prefill."""
         weight_bytes, x_bytes = self.weight_dtypes[0].itemsize, self.x_dtypes[0].itemsize
-        rows, unit = gemv_rows(shape.m), UNIT[self.kind]
+        rows = gemv_rows(shape.m)
         vectors = []
-        if rows in self.gemv_tiles and shape.k % unit == 0:
-            vectors = list(gemv_candidates(self.gemv_tiles[rows], shape, device, unit, rows))
+        if rows in self.gemv_tiles and shape.k % UNIT[self.kind] == 0:
+            vectors = list(gemv_candidates(self.gemv_tiles[rows], shape, device, UNIT[self.kind], rows))
         tiles = self.dot_tiles[16 if shape.m <= 16 else 64 if shape.m <= MANY_TOKENS else MAX_TOKENS]
         dots = list(dot_candidates(tiles, shape, device, weight_bytes, x_bytes))
         few = vectors + dots if rows <= 2 else dots + vectors
@@ -195,8 +195,11 @@ class NaturalLinear(ABC):
             raise ValueError("x and out must be contiguous")
         if self.quantized_x != (x_scale is not None):
             raise ValueError(f"{self.name} {'needs' if self.quantized_x else 'takes no'} x_scale")
-        if x_scale is not None and x_scale.shape not in (torch.Size([]), torch.Size([m])):
-            raise ValueError(f"x_scale is [] or [{m}], got {tuple(x_scale.shape)}")
+        self._check_scale(x, packed, x_scale)
+
+    def _check_scale(self, x: torch.Tensor, packed: Packed, x_scale: torch.Tensor | None) -> None:
+        if x_scale is not None and x_scale.shape not in (torch.Size([]), torch.Size([x.shape[0]])):
+            raise ValueError(f"x_scale is [] or [{x.shape[0]}], got {tuple(x_scale.shape)}")
 
     def _dtypes(self, dtypes: tuple[torch.dtype, ...] | None = None) -> str:
         return " or ".join(str(d).removeprefix("torch.") for d in dtypes or self.weight_dtypes)

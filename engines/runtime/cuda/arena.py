@@ -84,7 +84,7 @@ class KVCache:
     def __init__(self, plan: Plan, num_blocks: int, scales: list[tuple[torch.Tensor, torch.Tensor]] | None,
                  device: torch.device) -> None:
         model, size = plan.model, plan.limits.block_size
-        dtype = torch.float8_e4m3fn if plan.kv.quantized else torch.bfloat16
+        dtype = code_dtype(plan.kv if plan.kv.quantized else None)
         shape = (model.num_layers, 2, num_blocks, model.num_kv_heads, size, model.head_dim)
         self.pool = torch.zeros(shape, dtype=torch.uint8 if plan.kv.quantized else dtype, device=device).view(dtype)
         self.scales = scales

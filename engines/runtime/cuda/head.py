@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from engines.build.impls import IMPLS
 from engines.errors import EngineError
 from engines.kernels import norm, sample
+from engines.kernels.linear.impls import IMPLS
 from engines.program import Add, Linear, Op, RMSNorm, SelectRows
 from engines.runtime.cuda.arena import code_dtype
 from engines.runtime.cuda.ops import Binder, void

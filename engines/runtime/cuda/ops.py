@@ -18,13 +18,14 @@ Neighbours are bound together, so that a decode step has up to three kernels les
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from engines.build.impls import IMPLS, activation_mode, group_of
+from engines.build.gpu_linears import activation_mode
+from engines.build.impls import group_of
 from engines.build.kernel_table import silu_shape
 from engines.errors import EngineError
 from engines.kernels import (
@@ -40,6 +41,7 @@ from engines.kernels import (
 )
 from engines.kernels.jit import ActQuant as Mode
 from engines.kernels.jit import next_pow2
+from engines.kernels.linear.impls import IMPLS
 from engines.kernels.linear.natural import NaturalLinear
 from engines.plan import Plan
 from engines.program import (
@@ -53,39 +55,12 @@ from engines.program import (
     Quantize,
     RMSNorm,
     RopeKV,
-    reads,
 )
 from engines.runtime.cuda.arena import Arena, KVCache
 from engines.runtime.cuda.configs import Configs
+from engines.runtime.cuda.neighbours import attention_groups, fences, kind_of
+from engines.runtime.cuda.shape import Bound, Run, Shape
 from engines.runtime.cuda.weights import DeviceWeights
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """A step's shape: ``tokens`` in all (padded), of which the first rows are ``decodes`` (a bucket, 0: none), then
-    ``prefills`` rows from row ``decodes`` on, none of more than ``longest`` new tokens. ``whole``: each of those begins
-    its sequence, so that all the keys it sees are this step's."""
-
-    tokens: int
-    decodes: int = 0
-    prefills: int = 0
-    longest: int = 0
-    whole: bool = False
-
-    @property
-    def rows(self) -> int:
-        return self.decodes + self.prefills
-
-
-Run = Callable[[Shape], None]
-
-
-@dataclass(frozen=True, slots=True)
-class Bound:
-    """A bound Op. Two of one ``kind`` launch the same kernel variants, on other tensors."""
-
-    kind: str
-    run: Run
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +224,7 @@ class Binder:
     def _attention(self, op: Attention, rope: RopeKV | None, quant: Quantize | None) -> Run:
         codes = self.codes(None if quant is None else quant.quant)
         plain = codes.mode in (Mode.NONE, Mode.FP8_STATIC)
-        grouped = codes.mode is Mode.INT8_GROUP and not self.plan.deterministic and (
+        grouped = codes.mode.per_group and not self.plan.deterministic and (
             op.head_dim % codes.group == 0 and op.head_dim == next_pow2(op.head_dim))
         alone = None if quant is None or plain else self._quantize(quant)
         nothing = Codes(Mode.NONE, 0, None, None)
@@ -281,7 +256,7 @@ class Binder:
         keys: dict[str, Any] = {
             "sm_scale": self.scale, "k_scale": k_scale, "v_scale": v_scale, "pre_quant_scale": codes.pre_quant_scale,
             "quant": codes.mode, "group": codes.group, "input_scale": codes.input_scale,
-            "scales": rows.scales(target, b) if codes.mode is Mode.INT8_GROUP else None}
+            "scales": rows.scales(target, b) if codes.mode.per_group else None}
         if rope is not None:
             attention_rope.launch(rows.of(rope.qkv, b), self.weights.cos_sin, k_cache, v_cache, tables, work,
                                   rows.of(target, b), config, early=rope.qkv in self._fences.values(), **keys)
@@ -305,57 +280,5 @@ class Binder:
                                  quant=codes.mode, input_scale=codes.input_scale)
 
 
-def kind_of(op: Op) -> str:
-    """An Op without its names: what decides which kernel variants it launches."""
-    def plain(value: object) -> object:
-        if isinstance(value, ActQuant):
-            return f"{value.grid} {value.input_scale is None} {value.pre_quant_scale is None}"
-        return "" if isinstance(value, str) else value
-    fields = {name: plain(getattr(op, name)) for name in type(op).model_fields if name not in ("op", "layer", "parts")}
-    return f"{op.op} {fields}"
-
-
 def void(_: object) -> None:
     """For lambdas whose value nobody reads."""
-
-
-def fences(ops: Sequence[Op]) -> dict[str, str]:
-    """Norms that a qkv linear reads directly: the norm's output -> the qkv rows that a RoPE takes from there."""
-    norms = {op.out for op in ops if isinstance(op, RMSNorm | AddNorm)}
-    rotated = {op.qkv for op in ops if isinstance(op, RopeKV)}
-    return {op.x: op.out for op in ops if isinstance(op, Linear) and op.x in norms and op.out in rotated}
-
-
-@dataclass(frozen=True, slots=True)
-class Group:
-    """An Op, and what it takes in beside itself: an attention RoPE and quantization, a linear its activation."""
-
-    op: Op
-    rope: RopeKV | None = None
-    quant: Quantize | None = None
-    silu: GatedSilu | None = None
-
-
-def attention_groups(ops: Sequence[Op]) -> Iterator[Group]:
-    """Each Op, together with those neighbours that only concern it."""
-    readers: dict[str, int] = {}
-    for op in ops:
-        for name in reads(op):
-            readers[name] = readers.get(name, 0) + 1
-    rest = list(ops)
-    while rest:
-        op = rest.pop(0)
-        rope: RopeKV | None = None
-        quant: Quantize | None = None
-        if isinstance(op, RopeKV) and rest and isinstance(rest[0], Attention) and (
-                rest[0].q == op.out and readers[op.out] == 1):
-            rope, op = op, rest.pop(0)
-        if isinstance(op, Attention) and rest and isinstance(rest[0], Quantize) and (
-                rest[0].x == op.out and readers[op.out] == 1):
-            quant = rest.pop(0)  # type: ignore[assignment]
-        silu = rest[0] if rest and isinstance(op, Linear) else None
-        if isinstance(op, Linear) and isinstance(silu, GatedSilu) and silu.gate_up == op.out and readers[op.out] == 1:
-            rest.pop(0)
-            yield Group(op, silu=silu)
-        else:
-            yield Group(op, rope, quant)

@@ -27,8 +27,8 @@ from engines.plan import Plan
 from engines.request import TokenLogprob
 from engines.runtime.cuda.arena import Arena
 from engines.runtime.cuda.graphs import PREFILL_ROWS, PREFILL_TOKENS, Graphs, Key, decode_sizes, smallest
-from engines.runtime.cuda.ops import Shape
 from engines.runtime.cuda.record import HostRecord, RowWriter, Slots
+from engines.runtime.cuda.shape import Shape
 from engines.runtime.cuda.steps import Steps
 from engines.runtime.sampler import Fault, adjust, adjusts
 from engines.runtime.scheduler import Chunk

@@ -13,7 +13,8 @@ from engines.plan import Plan
 from engines.runtime.cuda.arena import Arena, KVCache
 from engines.runtime.cuda.graphs import Key, decode_sizes, keys
 from engines.runtime.cuda.head import Head
-from engines.runtime.cuda.ops import Binder, Shape
+from engines.runtime.cuda.ops import Binder
+from engines.runtime.cuda.shape import Shape
 from engines.runtime.cuda.weights import DeviceWeights
 
 

@@ -1,8 +1,9 @@
 """Row-wise work: RMSNorm, gated SiLU, and the quantization of rows, float32 in registers.
 
 Quantized rows are codes and one scale a row: int8 codes widened to int16 (what the matrix kernel multiplies), fp8 codes
-as the float32 numbers they stand for. A NaN anywhere in a row makes its scale NaN and with it every output: amax is
-taken over the bits of |x|, where NaN is above infinity.
+as float32 numbers. Where a scale is not a whole row's, or where int8 rows meet float32 kernels, they are the numbers
+that codes times scales stand for (``VALUES``: rounded, and float32 again). A NaN anywhere in a row makes its scale NaN
+and with it every output: amax is taken over the bits of |x|, where NaN is above infinity.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ class Coding(IntEnum):
     """How rows are quantized."""
 
     NONE, INT8_TOKEN, INT8_STATIC, FP8_STATIC, FP8_TOKEN = range(5)
+    INT8_VALUES, FP8_VALUES, INT8_VALUES_STATIC = range(5, 8)
 
 
 @njit(inline="always", error_model="numpy")
@@ -85,11 +87,35 @@ def _amax(x: Any) -> Any:
     return from_bits(top)
 
 
+@njit(inline="always", error_model="numpy")
+def _step(x: Any, largest: Any) -> Any:
+    """The scale that maps the largest magnitude in x to the largest code."""
+    amax: Any = _amax(x)
+    amax = _TINY if amax < _TINY else amax
+    return amax / np.float32(largest)
+
+
 @njit(nogil=True, error_model="numpy")
-def quantize_row(y: Any, coding: int, static: float, multiplier: int, codes: int, scale: int) -> None:
+def round_values(y: Any, coding: int, static: float, group: int) -> None:
+    """y to the nearest numbers of its grid, in place; ``group`` inputs share a scale (the last ones may be fewer)."""
+    for first in range(0, y.size, group):
+        part = y[first:first + group]
+        if coding == 6:
+            step: Any = _step(part, 448.0)
+            for i in range(part.size):
+                part[i] = to_e4m3(part[i] / step) * step
+        else:
+            step = np.float32(static) if coding == 7 else _step(part, 127.0)
+            for i in range(part.size):
+                part[i] = to_int8(part[i] / step) * step
+
+
+@njit(nogil=True, error_model="numpy")
+def quantize_row(y: Any, coding: int, static: float, multiplier: int, codes: int, scale: int, group: int) -> None:
     """Rows y [n] (overwritten) times ``multiplier`` [n], coded at ``codes``, with their scale at ``scale``.
 
-    For NONE and fp8 ``codes`` is float32 and may be y itself; for int8 it is int16.
+    For NONE, fp8 and VALUES ``codes`` is float32 and y itself; for int8 it is int16. VALUES write no scale; ``group``
+    is theirs.
     """
     n = y.size
     if multiplier != 0:
@@ -98,10 +124,11 @@ def quantize_row(y: Any, coding: int, static: float, multiplier: int, codes: int
             y[i] *= by[i]
     if coding == 0:
         return
+    if coding >= 5:
+        round_values(y, coding, static, group)
+        return
     if coding == 1 or coding == 4:
-        amax: Any = _amax(y)
-        amax = _TINY if amax < _TINY else amax
-        step: Any = amax * (_ONE / np.float32(127.0) if coding == 1 else _ONE / np.float32(448.0))
+        step: Any = _step(y, 127.0 if coding == 1 else 448.0)
     else:
         step = np.float32(static)
     floats(scale, 1)[0] = step

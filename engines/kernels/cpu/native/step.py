@@ -39,8 +39,8 @@ class Field(IntEnum):
     X, X_BYTES, X_SCALES = auto(), auto(), auto()
     OUT, OUT_BYTES, OUT_SCALES = auto(), auto(), auto()
     RESIDUAL, RESIDUAL_BYTES, SUM, SUM_BYTES = auto(), auto(), auto(), auto()
-    N, WEIGHT, CODING, MULTIPLIER = auto(), auto(), auto(), auto()
-    KIND, TILES, TILE_BYTES, COUNT, PITCH, GROUP_SCALES, SCALE, BIAS = (auto() for _ in range(8))
+    N, WEIGHT, CODING, GROUP, MULTIPLIER = (auto() for _ in range(5))
+    KIND, TILES, TILE_BYTES, COUNT, PITCH, TOTAL, GROUP_SCALES, INDEX, SCALE, BIAS = (auto() for _ in range(10))
     HEADS, KV_HEADS, DIM, CACHE, FORM, KV_SCALES, COS, SIN = (auto() for _ in range(8))
     ROTARY, Q_NORM, K_NORM, WINDOW = (auto() for _ in range(4))
 
@@ -91,8 +91,9 @@ def barrier(sync: int, size: int) -> None:
 
 
 (_CODE, _X, _X_BYTES, _X_SCALES, _OUT, _OUT_BYTES, _OUT_SCALES, _RESIDUAL, _RESIDUAL_BYTES, _SUM, _SUM_BYTES, _N,
- _WEIGHT, _CODING, _MULTIPLIER, _KIND, _TILES, _TILE_BYTES, _COUNT, _PITCH, _GROUP_SCALES, _SCALE, _BIAS, _HEADS,
- _KV_HEADS, _DIM, _CACHE, _FORM, _KV_SCALES, _COS, _SIN, _ROTARY, _Q_NORM, _K_NORM, _WINDOW) = _plain(Field)
+ _WEIGHT, _CODING, _GROUP, _MULTIPLIER, _KIND, _TILES, _TILE_BYTES, _COUNT, _PITCH, _TOTAL, _GROUP_SCALES, _INDEX,
+ _SCALE, _BIAS, _HEADS, _KV_HEADS, _DIM, _CACHE, _FORM, _KV_SCALES, _COS, _SIN, _ROTARY, _Q_NORM, _K_NORM,
+ _WINDOW) = _plain(Field)
 (_ROWS, _TOKENS, _POSITIONS, _SLOTS, _WANTED, _WANTED_ROWS, _SEQUENCES, _NEWS, _LENGTHS, _TABLES, _TABLE_WIDTH,
  _BLOCK_SIZE, _CODES, _SCRATCH, _SCRATCH_BYTES, _LONGEST) = _plain(Context)
 _EPS, _STATIC, _FACTOR, _SOFTCAP = _plain(Real)
@@ -142,7 +143,7 @@ def _row_op(op: Any, real: Any, scratch: int, rows: int, rank: int, size: int) -
             cap_row(x, real[_SOFTCAP], y)
         else:
             y[:] = x
-        quantize_row(y, coding, real[_STATIC], op[_MULTIPLIER], out, op[_OUT_SCALES] + r * 4)
+        quantize_row(y, coding, real[_STATIC], op[_MULTIPLIER], out, op[_OUT_SCALES] + r * 4, op[_GROUP])
 
 
 @njit(nogil=True, error_model="numpy")
@@ -160,9 +161,9 @@ def _linear(op: Any, rows: int, sync: int, size: int) -> None:
     chunk = tiles if size == 1 else max(1, tiles // (8 * size))
     first = 0 if size == 1 else fetch_add(sync + 128, chunk)
     while first < tiles:
-        multiply(op[_KIND], op[_WEIGHT], op[_TILE_BYTES], op[_COUNT], op[_PITCH], op[_GROUP_SCALES], op[_SCALE],
-                 op[_BIAS], op[_X], op[_X_BYTES], op[_X_SCALES], op[_OUT], op[_OUT_BYTES], rows, first,
-                 min(first + chunk, tiles))
+        multiply(op[_KIND], op[_WEIGHT], op[_TILE_BYTES], op[_COUNT], op[_PITCH], op[_TOTAL], op[_GROUP_SCALES],
+                 op[_INDEX], op[_SCALE], op[_BIAS], op[_X], op[_X_BYTES], op[_X_SCALES], op[_OUT], op[_OUT_BYTES], rows,
+                 first, min(first + chunk, tiles))
         if size == 1:
             return
         first = fetch_add(sync + 128, chunk)

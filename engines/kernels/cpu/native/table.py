@@ -44,8 +44,10 @@ class OpRow:
         """Everything of a linear but its rows."""
         self.kept.append(tiles)
         self.set(CODE=Code.LINEAR, KIND=tiles.kind, N=tiles.n, WEIGHT=tiles.data.ctypes.data, TILES=tiles.tiles,
-                 TILE_BYTES=tiles.tile_bytes, COUNT=tiles.count, PITCH=tiles.pitch)
-        for field, array in (("GROUP_SCALES", tiles.group_scales), ("SCALE", tiles.scale), ("BIAS", tiles.bias)):
+                 TILE_BYTES=tiles.tile_bytes, COUNT=tiles.count, PITCH=tiles.pitch,
+                 TOTAL=tiles.total)
+        for field, array in (("GROUP_SCALES", tiles.group_scales), ("INDEX", tiles.index), ("SCALE", tiles.scale),
+                             ("BIAS", tiles.bias)):
             if array is not None:
                 self.set(**{field: array.ctypes.data})
 

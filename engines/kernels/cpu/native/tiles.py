@@ -3,11 +3,18 @@
 ``Tiles.of`` turns a weight's disk form into the layout of one kernel (``micro`` draws them), outputs padded to whole
 tiles with zeros; every tile begins on a cache line.
 
-    kind   weights                                          x          y =
-    INT8   symmetric int8, one scale a channel or tensor    int16      exact sum * channel scale * row scale
-    INT4   symmetric int4 groups of a multiple of 8         float32    sum over groups of scale * sum
-    BF16   every number a bf16 one: bf16, fp8, int8 alone   float32    sum * channel scale * row scale
-    FLOAT  anything else, dequantized                       float32    the same
+    kind        weights                                     x          y =
+    INT8        symmetric int8, one scale a channel         int16      exact sum * channel scale * row scale
+    INT8_WIDE   symmetric int8, groups or channels          float32    sum over groups of scale * sum, * row scale
+    FP8         e4m3, blocks, groups or channels            float32    the same
+    INT4        symmetric int4 groups of a multiple of 8    float32    the same
+    INT4_ZERO   int4 with zeros                             float32    the same, of codes less their zero
+    INT4_INDEX  int4, columns sorted by group (g_idx)       float32    the same, x in the columns' order
+    BF16        every number a bf16 one                     float32    sum * channel scale * row scale
+    FLOAT       anything else, dequantized                  float32    the same
+
+A weight scale that several outputs share is repeated for each; a channel is one group of k inputs. Codes stay in 8 or 4
+bits in memory and are widened in registers.
 
 A weight tile is read once for four rows at a time and stays in the nearest cache while all rows pass.
 """
@@ -25,7 +32,7 @@ from numba import njit
 from calib.scheme import Grid
 from engines.kernels.cpu.disk import Stored
 from engines.kernels.cpu.native import micro
-from engines.kernels.cpu.native.grids import integer_rows
+from engines.kernels.cpu.native.grids import group_size, integer_rows, packs_nibbles
 from engines.kernels.cpu.native.ir import floats
 from engines.kernels.cpu.native.micro import TILE
 
@@ -35,7 +42,7 @@ Array = np.ndarray[Any, Any]
 class Kind(IntEnum):
     """The layout of a weight."""
 
-    BF16, FLOAT, INT8, INT4 = range(4)
+    BF16, FLOAT, INT8, INT4, INT4_ZERO, INT4_INDEX, INT8_WIDE, FP8 = range(8)
 
 
 def aligned(shape: tuple[int, ...], dtype: Any) -> Array:
@@ -54,7 +61,8 @@ def padded(count: int, to: int = TILE) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """A packed weight. ``count`` and ``pitch`` are the kernel's; ``scale`` [tiles * 16] and ``bias`` or None."""
+    """A packed weight. ``count``, ``pitch`` and ``total`` are the kernel's; ``scale`` [tiles * 16] and ``bias`` or
+    None; ``group_scales`` bytes [tiles, groups, 64 or 80]; ``index`` int32 [k]."""
 
     kind: Kind
     n: int
@@ -66,6 +74,8 @@ class Tiles:
     group_scales: Array | None
     scale: Array | None
     bias: Array | None
+    total: int = 0
+    index: Array | None = None
 
     @classmethod
     def of(cls, stored: Stored, activation: Grid | None) -> Tiles:
@@ -77,14 +87,12 @@ class Tiles:
             data = _int8(_whole_tiles(stored.codes.numpy(), n))
             return cls(Kind.INT8, n, k, data, data[0].nbytes, data.shape[1], 0, None,
                        _lanes(stored.channel_scale(), n), bias)
-        if grid.dtype == "int4" and grid.symmetric and grid.granularity.kind == "group" and stored.g_idx is None and (
-                grid.granularity.size % 8 == 0 and k % grid.granularity.size == 0):
-            data = _int4(_whole_tiles(stored.int4_codes().numpy(), n))
-            assert stored.scale is not None
-            scales = _whole_tiles(stored.scale.float().numpy(), n).reshape(-1, TILE, stored.scale.shape[1])
-            group = np.ascontiguousarray(scales.transpose(0, 2, 1))
-            return cls(Kind.INT4, n, k, data, data[0].nbytes, group.shape[1], grid.granularity.size // 8, group, None,
-                       bias)
+        if (grouped := _grouped(stored, n, k)) is not None:
+            kind, data, scales, index = grouped
+            unit = 8 if grid.dtype == "int4" else 1
+            size = group_size(grid) or k
+            return cls(kind, n, k, data, data[0].nbytes, scales.shape[1], size // unit, scales, None, bias, k // unit,
+                       index)
         weight, scale = stored.values()
         lanes = None if scale is None else _lanes(scale.reshape(-1).expand(n), n)
         values = _whole_tiles(np.ascontiguousarray(weight.numpy()), n)
@@ -99,7 +107,57 @@ class Tiles:
     @property
     def nbytes(self) -> int:
         """Bytes that one pass over the weight reads."""
-        return sum(part.nbytes for part in (self.data, self.group_scales, self.scale, self.bias) if part is not None)
+        parts = (self.data, self.group_scales, self.scale, self.bias, self.index)
+        return sum(part.nbytes for part in parts if part is not None)
+
+
+def _grouped(stored: Stored, n: int, k: int) -> tuple[Kind, Array, Array, Array | None] | None:
+    """(kind, codes, scales and zeros, columns) of a weight that keeps its 8 or 4 bits; None where it cannot."""
+    grid, scale = stored.grid, stored.scale
+    if scale is None or (grid.dtype == "int4" and not packs_nibbles(grid, k)) or (
+            grid.dtype != "int4" and (stored.zero is not None or stored.g_idx is not None)):
+        return None
+    scales = scale.float().reshape(-1, 1).expand(n, 1) if scale.dim() < 2 else scale.float()
+    if grid.dtype != "int4":
+        fp8 = grid.dtype == "fp8_e4m3"
+        codes = stored.codes.view(torch.int8).numpy()
+        lanes = _group_scales(scales * 256 if fp8 else scales, None, n)
+        return Kind.FP8 if fp8 else Kind.INT8_WIDE, _bytes(_whole_tiles(codes, n)), lanes, None
+    columns, codes = None, stored.int4_codes()
+    if stored.g_idx is not None:
+        columns = sorted_columns(stored.g_idx, group_size(grid))
+        if columns is None:
+            return None
+        codes = codes[:, columns]
+    if not grid.symmetric:
+        codes -= 8
+    data = _int4(_whole_tiles(codes.contiguous().numpy(), n))
+    if columns is None and stored.zero is None:
+        return Kind.INT4, data, _group_scales(scales, None, n), None
+    zero = torch.zeros(scales.shape, dtype=torch.int8)
+    if stored.zero is not None:
+        zero = (stored.zero - 8 * (not grid.symmetric)).to(torch.int8).reshape(scales.shape[0], -1).expand(scales.shape)
+    lanes = _group_scales(scales, zero, n)
+    if columns is None:
+        return Kind.INT4_ZERO, data, lanes, None
+    return Kind.INT4_INDEX, data, lanes, _laid((4 * columns).to(torch.int32).numpy())
+
+
+def sorted_columns(g_idx: torch.Tensor, size: int) -> torch.Tensor | None:
+    """Columns in the order of their groups, int64 [k]; None where a group but the last has not ``size`` of them."""
+    groups = g_idx.long()
+    if size == 0 or not torch.equal(groups.sort().values, torch.arange(groups.numel()) // size):
+        return None
+    return groups.argsort(stable=True)
+
+
+def _group_scales(scales: torch.Tensor, zeros: torch.Tensor | None, n: int) -> Array:
+    """float32 [n, groups] (and int8 zeros) -> bytes [tiles, groups, 64 or 80]."""
+    def lanes(matrix: torch.Tensor) -> Array:
+        whole = _whole_tiles(matrix.contiguous().numpy(), n)
+        return np.ascontiguousarray(whole.reshape(-1, TILE, whole.shape[1]).transpose(0, 2, 1)).view(np.uint8)
+    parts = [lanes(scales)] if zeros is None else [lanes(scales), lanes(zeros)]
+    return _laid(np.concatenate(parts, 2))
 
 
 def _lanes(vector: torch.Tensor | None, n: int) -> Array | None:
@@ -141,6 +199,11 @@ def _int8(codes: Array) -> Array:
     return _laid(codes.reshape(-1, 2, 8, codes.shape[1] // 2, 2).transpose(0, 3, 1, 2, 4))
 
 
+def _bytes(codes: Array) -> Array:
+    """int8 [n, k] of codes -> [tiles, k, 16]."""
+    return _laid(codes.reshape(-1, TILE, codes.shape[1]).transpose(0, 2, 1))
+
+
 def _int4(codes: Array) -> Array:
     """int4 codes in int8 [n, k] -> uint32 [tiles, k/8, 2, 8], eight inputs a word."""
     eights = (codes.reshape(codes.shape[0], -1, 8).astype(np.uint32) & 15) << np.arange(0, 32, 4, dtype=np.uint32)
@@ -153,23 +216,25 @@ def over_rows(family: tuple[Any, ...]) -> Any:
     one, two, three, four = family
 
     @njit(nogil=True, error_model="numpy")
-    def run(w: int, x: int, row_bytes: int, out: int, out_bytes: int, count: int, pitch: int, scales: int, rows: int
-            ) -> None:
+    def run(w: int, x: int, row_bytes: int, out: int, out_bytes: int, count: int, pitch: int, scales: int, rows: int,
+            total: int = 0, index: int = 0) -> None:
         while rows >= 4:
-            four(w, x, row_bytes, out, out_bytes, count, pitch, scales)
+            four(w, x, row_bytes, out, out_bytes, count, pitch, scales, total, index)
             x += 4 * row_bytes
             out += 4 * out_bytes
             rows -= 4
         if rows == 3:
-            three(w, x, row_bytes, out, out_bytes, count, pitch, scales)
+            three(w, x, row_bytes, out, out_bytes, count, pitch, scales, total, index)
         elif rows == 2:
-            two(w, x, row_bytes, out, out_bytes, count, pitch, scales)
+            two(w, x, row_bytes, out, out_bytes, count, pitch, scales, total, index)
         elif rows == 1:
-            one(w, x, row_bytes, out, out_bytes, count, pitch, scales)
+            one(w, x, row_bytes, out, out_bytes, count, pitch, scales, total, index)
     return run
 
 
-_rows_bf16, _rows_int8, _rows_int4 = over_rows(micro.BF16), over_rows(micro.INT8), over_rows(micro.INT4)
+_rows_bf16, _rows_int8 = over_rows(micro.BF16), over_rows(micro.INT8)
+_rows_wide, _rows_fp8 = over_rows(micro.INT8_WIDE), over_rows(micro.FP8)
+_rows_int4, _rows_zero, _rows_index = (over_rows(each) for each in (micro.INT4, micro.INT4_ZERO, micro.INT4_INDEX))
 rows_float = over_rows(micro.FLOAT)
 
 
@@ -192,10 +257,27 @@ def _finish(out: int, out_bytes: int, rows: int, tile: int, scale: int, row_scal
 
 
 @njit(nogil=True, error_model="numpy")
-def multiply(kind: int, w: int, tile_bytes: int, count: int, pitch: int, group_scales: int, scale: int, bias: int,
-             x: int, row_bytes: int, row_scales: int, out: int, out_bytes: int, rows: int, first: int, last: int
-             ) -> None:
+def _multiply_groups(kind: int, w: int, x: int, row_bytes: int, out: int, out_bytes: int, count: int, pitch: int,
+                     scales: int, rows: int, total: int, index: int) -> None:
+    """One tile of a kind with group scales."""
+    if kind == 3:
+        _rows_int4(w, x, row_bytes, out, out_bytes, count, pitch, scales, rows, total, index)
+    elif kind == 4:
+        _rows_zero(w, x, row_bytes, out, out_bytes, count, pitch, scales, rows, total, index)
+    elif kind == 5:
+        _rows_index(w, x, row_bytes, out, out_bytes, count, pitch, scales, rows, total, index)
+    elif kind == 6:
+        _rows_wide(w, x, row_bytes, out, out_bytes, count, pitch, scales, rows, total, index)
+    else:
+        _rows_fp8(w, x, row_bytes, out, out_bytes, count, pitch, scales, rows, total, index)
+
+
+@njit(nogil=True, error_model="numpy")
+def multiply(kind: int, w: int, tile_bytes: int, count: int, pitch: int, total: int, group_scales: int, index: int,
+             scale: int, bias: int, x: int, row_bytes: int, row_scales: int, out: int, out_bytes: int, rows: int,
+             first: int, last: int) -> None:
     """Tiles first to last of out [rows, tiles * 16] = x times a packed weight. Addresses and byte counts; 0 is none."""
+    scale_bytes = 80 if kind == 4 or kind == 5 else 64
     for tile in range(first, last):
         at, to = w + tile * tile_bytes, out + 64 * tile
         if kind == 0:
@@ -207,6 +289,7 @@ def multiply(kind: int, w: int, tile_bytes: int, count: int, pitch: int, group_s
         elif kind == 2:
             _rows_int8(at, x, row_bytes, to, out_bytes, count, 0, 0, rows)
         else:
-            _rows_int4(at, x, row_bytes, to, out_bytes, count, pitch, group_scales + tile * count * 64, rows)
+            _multiply_groups(kind, at, x, row_bytes, to, out_bytes, count, pitch,
+                             group_scales + tile * count * scale_bytes, rows, total, index)
         if scale != 0 or row_scales != 0 or bias != 0:
             _finish(to, out_bytes, rows, tile, scale, row_scales, bias)

@@ -1,18 +1,20 @@
-"""W8A16: int8 weights with channel scales, 16-bit activations.
+"""W8A16: 8-bit weights (int8 or e4m3 codes) with one scale a row, 16-bit activations.
 
-    out[t, r] = weight_scale[r] * sum_c x[t, c] weight[r, c]     codes int8, x bf16 (fp16 too, in the dot body)
+    out[t, r] = weight_scale[r] * sum_c x[t, c] weight[r, c]     x bf16 (fp16 too, in the dot body)
 
 Half the bytes of bf16 and no activation error, at the price of widening every weight:
 
-* GEMV (one token, bf16 x): bytes become floats through the mantissa trick (see gemv), fp32 sum.
-* swapped dot: codes are widened in registers, which feed the matrix instruction directly; exact, |code| <= 128 has 8
-  bits and bf16 holds 8.
+* GEMV (int8, one token, bf16 x): bytes become floats through the mantissa trick (see gemv), fp32 sum.
+* swapped dot: codes are widened in registers, which feed the matrix instruction directly; exact: an int8 has 8
+  significant bits and an e4m3 code 4, bf16 holds 8 and all of e4m3's exponents.
 * prefill: one pass writes ``code * scale`` in x's type to the workspace (3 bytes of traffic a weight, about 1 % of the
   product's time at 16,384 tokens), then torch.mm. The weight is rounded to 16 bits once, as a dequantized
   checkpoint's would be.
 """
 
 from __future__ import annotations
+
+from typing import ClassVar
 
 import torch
 import triton
@@ -21,6 +23,7 @@ import triton.language as tl
 from engines.kernels.impl import DeviceFacts, KernelConfig, LinearShape, Packed
 from engines.kernels.jit import INTERPRETED, next_pow2
 from engines.kernels.linear.candidates import DotTiles, GemvTile
+from engines.kernels.linear.fp8 import needs_e4m3
 from engines.kernels.linear.natural import MANY_TOKENS, NaturalLinear
 from engines.kernels.linear.split_k import scratch_bytes, scratch_view
 
@@ -50,24 +53,20 @@ def dequantize_kernel(w_ptr, scale_ptr, out_ptr, k, BLOCK: tl.constexpr) -> None
 
 
 def dequantize(codes: torch.Tensor, scale: torch.Tensor, out: torch.Tensor) -> None:
-    """out [n, k] 16-bit = codes [n, k] int8 * scale [n] f32, rounded once. Kernels read and write 3 bytes a weight."""
+    """out [n, k] 16-bit = codes [n, k] (int8 or e4m3) * scale [n] f32, rounded once: 3 bytes of traffic a weight."""
     if not codes.is_cuda and not INTERPRETED:
-        torch.mul(codes, scale[:, None], out=out)
+        out.copy_(codes.float() * scale[:, None])
         return
     n, k = codes.shape
     block = min(4096, next_pow2(k))
     dequantize_kernel[(n, triton.cdiv(k, block))](codes, scale, out, k, BLOCK=block, num_warps=4)
 
 
-class Int8WeightOnlyLinear(NaturalLinear):
-    """int8 weights times 16-bit activations."""
+class WeightOnlyLinear(NaturalLinear):
+    """8-bit weights times 16-bit activations."""
 
-    name = "int8_weight_only"
-    kind = "int8_weight"
-    weight_dtypes = (torch.int8,)
     x_dtypes = (torch.bfloat16, torch.float16)
     quantized_x = False
-    gemv_tiles = _GEMV
     dot_tiles = _DOT
 
     def torch_runs(self, shape: LinearShape, device: DeviceFacts) -> bool:
@@ -88,3 +87,24 @@ class Int8WeightOnlyLinear(NaturalLinear):
             torch.mm(x, weight.t(), out=out)
         else:
             torch.addmm(bias, x, weight.t(), out=out)
+
+
+class Int8WeightOnlyLinear(WeightOnlyLinear):
+    """int8 weights."""
+
+    name = "int8_weight_only"
+    kind = "int8_weight"
+    weight_dtypes = (torch.int8,)
+    gemv_tiles = _GEMV
+
+
+class Fp8WeightOnlyLinear(WeightOnlyLinear):
+    """e4m3 weights; the dot body from one token on."""
+
+    name = "fp8_weight_only"
+    kind = "fp8_weight"
+    weight_dtypes = (torch.float8_e4m3fn,)
+    gemv_tiles: ClassVar[dict[int, list[GemvTile]]] = {}
+
+    def supports(self, shape: LinearShape, device: DeviceFacts) -> str | None:
+        return needs_e4m3(device) or super().supports(shape, device)
