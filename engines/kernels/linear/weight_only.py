@@ -48,7 +48,7 @@ def dequantize_kernel(w_ptr, scale_ptr, out_ptr, k, BLOCK: tl.constexpr) -> None
     row = tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     base = row.to(tl.int64) * k
-    w = tl.load(w_ptr + base + at, mask=at < k, other=0).to(tl.float32)
+    w = tl.load(w_ptr + base + at, mask=at < k, other=0.0).to(tl.float32)
     tl.store(out_ptr + base + at, (w * tl.load(scale_ptr + row)).to(out_ptr.dtype.element_ty), mask=at < k)
 
 
