@@ -17,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.random_models import Shape, calibration_set, sentences, write_model
+from calib.random_model import Shape, calibration_set, sentences, write_model
 from calib.artifact import Artifact
 from calib.calibrate import quantize
 from calib.dataset import CalibrationSet

@@ -1,36 +1,36 @@
 """The dry run: everything that can be known before a single weight is touched.
 
-Which modules are matched and which are left and why; whether the group size divides; tied embeddings; the memory, disk
-and time it will take; and which runtimes will load the result. Late failure is the field's most frequent complaint:
-most of it is visible in config.json and the safetensors headers, which is all that is read here.
+Which modules are matched and which are left and why; whether groups divide, also over several devices; tied embeddings;
+the bytes of the result, exactly; memory, and whether calibration goes layer by layer; and which runtimes will load the
+result. Late failure is the field's most frequent complaint: most of it is visible in config.json and the safetensors
+headers, which is all that is read here (config.json alone will do). Time is measured, by ``calib/rehearsal.py``.
 """
 
 from __future__ import annotations
 
-import fnmatch
 import math
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from calib.checkpoint import QuantizedCheckpoint
+from calib.coverage import ModulePlan, check_fused, group_size_of, matched_modules, other_modules
 from calib.errors import ENVIRONMENT, CalibError
-from calib.estimates import MIB, Loader, free_bytes, loaders, memory_bytes, seconds
+from calib.estimates import MIB, Sizes, free_bytes, memory_bound, working_bytes
 from calib.formats.hf import MissingWeightsError
 from calib.hardware import obstacle
 from calib.head import HEAD
 from calib.layers import Family, attention_modules, family_of, planned_linears
+from calib.loaders import Loader, loaders
 from calib.model import resolve_model, source_grid_of
+from calib.outline import Outline, outline_of
+from calib.parallel import check_heads, check_modules
 from calib.recipe import LayoutName, Recipe
 from calib.scheme import BF16, Frozen, Grid, Scheme
-from calib.sizes import module_bytes
+from calib.sizes import files_bytes, module_bytes, stored_tensors
 from calib.text import Tokenizer, check_vocabulary
 
 KvChoice = Literal["bf16", "fp8", "int8"]
+LayerwiseChoice = Literal["auto", "on", "off"]
 KV_GRIDS: dict[str, Grid] = {"bf16": BF16, "fp8": Grid(dtype="fp8_e4m3"), "int8": Grid(dtype="int8")}
-#: Modules that no recipe touches, and why.
-_LEFT = {HEAD: "output head: few runtimes load it quantized, and its error goes straight into the logits",
-         "model.embed_tokens": "embedding: a lookup, nothing is multiplied",
-         "model.norm": "norm"}
 
 
 class DiskSpaceError(CalibError):
@@ -40,17 +40,14 @@ class DiskSpaceError(CalibError):
     exit_code = ENVIRONMENT
 
 
-class ModulePlan(Frozen):
-    """One weight matrix: its shape [out, in], and the scheme it gets, or the reason it is left in bf16."""
-
-    name: str
-    shape: tuple[int, int]
-    scheme: Scheme | None
-    reason: str = ""
-
-
 class CalibrationPlan(Frozen):
-    """What ``quantize`` is going to do. Bytes and seconds are estimates; the rest is exact."""
+    """What ``quantize`` is going to do.
+
+    ``size_bytes`` is that of the weight files, exact (with ``protect`` the most it can be); ``work_bytes`` what a
+    layerwise run keeps beside them meanwhile. ``memory_bytes`` is the peak of anonymous memory without the libraries'
+    own, and ``seconds`` is None, until a rehearsal has measured this machine. ``tp``: devices that the result is to be
+    cut over.
+    """
 
     model: str
     architecture: str
@@ -64,11 +61,18 @@ class CalibrationPlan(Frozen):
     parameters: int
     source_grid: str | None
     layout: LayoutName
+    tp: int
+    weights_here: bool
+    sizes: Sizes
     size_bytes: int
+    work_bytes: int
     bf16_bytes: int
+    layerwise: bool
+    layerwise_reason: str
     memory_bytes: int
+    memory_bound_bytes: int | None
     disk_free_bytes: int | None
-    seconds: float
+    seconds: float | None
     loaders: tuple[Loader, ...]
     warnings: tuple[str, ...]
 
@@ -89,48 +93,86 @@ class CalibrationPlan(Frozen):
 
 
 def make_plan(model: str | Path, recipe: Recipe, kv_cache: KvChoice = "bf16", *, out: Path | None = None,
-              length: int = 256, offline: bool = False) -> CalibrationPlan:
-    """Plan ``recipe`` for a model. Nothing is written; no weight is read.
+              length: int = 256, offline: bool = False, tp: int = 1, layerwise: LayerwiseChoice = "auto",
+              memory: int | None = None) -> CalibrationPlan:
+    """Plan ``recipe`` for a model folder, with or without its weights. Nothing is written; no weight is read.
 
+    ``out`` adds the free disk space; ``length`` is the calibration rows' length in tokens; ``tp`` chooses a group size
+    that can be cut over so many devices; above ``memory`` bytes (by default a share of what is free) calibration goes
+    layer by layer, unless ``layerwise`` says "on" or "off".
     CalibError: an unsupported architecture (with the supported ones), a group size that fits nothing (with the module),
     a pattern of ``keep`` that matches nothing, weights that are missing or already quantized, another model's
-    tokenizer. ``out`` adds the free disk space; ``length`` is the calibration rows' length in tokens.
+    tokenizer, a cut through a group (ShardingError), a recipe that cannot go layer by layer and was asked to.
     """
     folder = resolve_model(model, offline=offline)
-    source = QuantizedCheckpoint.open(folder)
-    if source.schemes:
-        raise CalibError(f"{folder} is already quantized ({source.recipe})", "Give the unquantized model.")
-    config = source.config
+    outline = outline_of(folder)
+    config, layers = outline.config, int(outline.config["num_hidden_layers"])
     family = family_of(config, str(folder))
-    check_vocabulary(Tokenizer.open(folder), config["vocab_size"])
-    shapes = _linear_shapes(source, family)
-    group = _group_size(recipe, shapes)
-    kv = _kv_grid(kv_cache)
-    modules = (*_matched(recipe, shapes, group, kv), *_others(source, config, recipe, kv))
-    _check_fused(family, modules, config["num_hidden_layers"])
-    layout = _layout(recipe, kv)
-    tied = bool(config.get("tie_word_embeddings", False))
-    size = _result_bytes(source, modules, tied, layout)
-    parameters = sum(math.prod(meta.shape) for meta in source.shards.values())
+    if outline.weights or (folder / "tokenizer.json").is_file():
+        check_vocabulary(Tokenizer.open(folder), config["vocab_size"])
+    check_heads(config, tp)
+    shapes = _linear_shapes(outline, family)
+    group, kv = group_size_of(recipe, shapes, tp), _kv_grid(kv_cache)
+    modules = (*matched_modules(recipe, shapes, group, kv), *other_modules(outline.shapes, config, recipe, kv))
+    check_fused(family, modules, layers)
+    check_modules(((one.name, one.shape, one.scheme) for one in modules if one.name in shapes), tp)
+    layout, tied = _layout(recipe, kv), bool(config.get("tie_word_embeddings", False))
+    attentions = tuple(attention_modules(family, layers))
+    sizes = _sizes(outline, family, shapes, _result_bytes(outline, modules, tied, layout, attentions, kv))
+    bound = memory_bound(memory)
+    by_layer, reason = _by_layer(layerwise, recipe, kv, bound, working_bytes(sizes, recipe, length, layerwise=False))
     grid = source_grid_of(folder)
     return CalibrationPlan(
         model=str(model), architecture=config["architectures"][0], recipe=recipe, kv=kv, group_size=group,
-        num_layers=config["num_hidden_layers"], modules=modules, tied_embeddings=tied, parameters=parameters,
-        attentions=tuple(attention_modules(family, config["num_hidden_layers"])), source_grid=grid, layout=layout,
-        size_bytes=size, bf16_bytes=2 * parameters, disk_free_bytes=None if out is None else free_bytes(out),
-        memory_bytes=memory_bytes(config, parameters, recipe, length),
-        loaders=loaders(layout, next((module.scheme.weight.dtype for module in modules if module.scheme), "bf16"),
-                        recipe.activation_grid(group)),
-        seconds=seconds(shapes, parameters, recipe, kv, length, config["num_hidden_layers"]),
-        warnings=_warnings(recipe, group, grid, modules, tied))
+        num_layers=layers, modules=modules, tied_embeddings=tied, parameters=sizes.parameters, attentions=attentions,
+        source_grid=grid, layout=layout, tp=tp, weights_here=outline.weights, sizes=sizes,
+        size_bytes=sizes.result_bytes, bf16_bytes=2 * sizes.parameters, layerwise=by_layer, layerwise_reason=reason,
+        work_bytes=_work_bytes(sizes, recipe, length) if by_layer else 0,
+        memory_bytes=working_bytes(sizes, recipe, length, layerwise=by_layer), memory_bound_bytes=bound,
+        disk_free_bytes=None if out is None else free_bytes(out), seconds=None,
+        loaders=loaders(layout, next((one.scheme for one in modules if one.scheme and one.name != HEAD), None)),
+        warnings=_warnings(recipe, group, grid, modules, tied, outline.weights))
 
 
 def check_disk(plan: CalibrationPlan) -> None:
-    """DiskSpaceError when the result would not fit (a hundredth is added for headers and rounding)."""
-    needed = int(plan.size_bytes * 1.01) + 16 * MIB
+    """DiskSpaceError when the result, or what lies beside it meanwhile, would not fit (16 MiB are left over)."""
+    needed = plan.size_bytes + plan.work_bytes + 16 * MIB
     if plan.disk_free_bytes is not None and plan.disk_free_bytes < needed:
         raise DiskSpaceError(f"the checkpoint needs {needed // MIB} MiB, {plan.disk_free_bytes // MIB} MiB are free",
                              "Free disk space or choose another folder.")
+
+
+def layerwise_obstacle(recipe: Recipe) -> str:
+    """Why a recipe cannot be calibrated layer by layer; empty where it can."""
+    if recipe.protect:
+        return "protect measures the whole model's loss once for each layer"
+    if recipe.solved:
+        return f"method {recipe.method!r} fits each layer to what the rounded layers before it give, in one pass"
+    return "a quantized lm_head lies in no layer" if recipe.lm_head else ""
+
+
+def _by_layer(wanted: str, recipe: Recipe, kv: Grid, bound: int | None, whole: int) -> tuple[bool, str]:
+    """Whether calibration goes layer by layer, and why."""
+    if wanted not in ("auto", "on", "off"):
+        raise CalibError(f"layerwise is auto, on or off, not {wanted!r}", "Leave it out for auto.")
+    if recipe.method == "none" and not kv.quantized:
+        if wanted == "on":
+            raise CalibError(f"recipe {recipe.name} calibrates nothing: its weights are copied one by one anyway",
+                             "Leave --layerwise out.")
+        return False, "nothing is calibrated: weights are copied one by one"
+    hindrance = layerwise_obstacle(recipe)
+    if wanted == "on" and hindrance:
+        raise CalibError(f"recipe {recipe.name} cannot be calibrated layer by layer: {hindrance}",
+                         "Use --layerwise off, or another recipe.")
+    how = "; the smoothing strength is chosen by sending the choose text through all layers once per candidate" \
+        if len(recipe.alphas) > 1 else ""
+    if wanted != "auto":
+        return wanted == "on", f"asked for{how if wanted == 'on' else ''}"
+    said = "no bound is known" if bound is None else f"the whole pass works in {whole / 1e9:.1f} GB, the bound is " \
+                                                     f"{bound / 1e9:.1f} GB"
+    if bound is None or whole <= bound:
+        return False, said
+    return (False, f"{said}, but {hindrance}") if hindrance else (True, said + how)
 
 
 def _layout(recipe: Recipe, kv: Grid) -> LayoutName:
@@ -144,28 +186,47 @@ def _kv_grid(choice: str) -> Grid:
     return KV_GRIDS[choice]
 
 
-def _linear_shapes(source: QuantizedCheckpoint, family: Family) -> dict[str, tuple[int, int]]:
+def _linear_shapes(outline: Outline, family: Family) -> dict[str, tuple[int, int]]:
     shapes = {}
-    for name in planned_linears(family, source.config["num_hidden_layers"]):
-        meta = source.shards.get(f"{name}.weight")
-        if meta is None:
-            raise MissingWeightsError(f"{source.path} has no tensor {name}.weight", "The checkpoint is incomplete.")
-        shapes[name] = (meta.shape[0], meta.shape[1])
+    for name in planned_linears(family, outline.config["num_hidden_layers"]):
+        shape = outline.shapes.get(f"{name}.weight")
+        if shape is None:
+            raise MissingWeightsError(f"{outline.folder} has no tensor {name}.weight", "The checkpoint is incomplete.")
+        shapes[name] = (shape[0], shape[1])
     return shapes
 
 
-def _result_bytes(source: QuantizedCheckpoint, modules: tuple[ModulePlan, ...], tied: bool, layout: str) -> int:
+def _sizes(outline: Outline, family: Family, linears: dict[str, tuple[int, int]], result_bytes: int) -> Sizes:
+    config, first = outline.config, f"{family.layers}.0."
+    tied = bool(config.get("tie_word_embeddings", False))
+    counts = {name: math.prod(shape) for name, shape in outline.shapes.items()
+              if not (tied and name == f"{HEAD}.weight")}
+    return Sizes(parameters=sum(counts.values()), result_bytes=result_bytes,
+                 layer_parameters=sum(count for name, count in counts.items() if name.startswith(first)),
+                 largest=max(rows * columns for rows, columns in linears.values()), hidden=config["hidden_size"],
+                 inter=config["intermediate_size"], vocab=config["vocab_size"], layers=config["num_hidden_layers"])
+
+
+def _result_bytes(outline: Outline, modules: tuple[ModulePlan, ...], tied: bool, layout: str,
+                  attentions: tuple[str, ...], kv: Grid) -> int:
     """A tied head has no tensor of its own, unless it is quantized: then there are two matrices."""
-    schemes = {module.name: module for module in modules if module.scheme is not None}
-    plain = sum(2 * math.prod(meta.shape) for name, meta in source.shards.items()
-                if name.removesuffix(".weight") not in schemes and not (name == f"{HEAD}.weight" and tied))
-    return plain + sum(module_bytes(layout, module.scheme, module.shape) for module in schemes.values()
-                       if module.scheme is not None)
+    schemes = {one.name: (one.scheme, *one.shape) for one in modules if one.scheme is not None}
+    plain = {name: shape for name, shape in outline.shapes.items() if name.removesuffix(".weight") not in schemes
+             and not (name == f"{HEAD}.weight" and tied)}
+    return files_bytes(stored_tensors(layout, plain, schemes, attentions, kv))
+
+
+def _work_bytes(sizes: Sizes, recipe: Recipe, length: int) -> int:
+    """Layers' files, and hidden states of two layers for each stream of the data."""
+    states = 4 * sizes.hidden * (recipe.rows * length * 2 + len(recipe.alphas) * recipe.choose_tokens)
+    return sizes.result_bytes + 2 * states
 
 
 def _warnings(recipe: Recipe, group: int | None, source_grid: str | None, modules: tuple[ModulePlan, ...],
-              tied: bool) -> tuple[str, ...]:
+              tied: bool, weights: bool) -> tuple[str, ...]:
     found = []
+    if not weights:
+        found.append("there are no weights here: planned from config.json alone")
     if reason := obstacle(recipe):
         found.append(f"it will be refused here: {reason}")
     head = next((module for module in modules if module.name == HEAD and module.scheme is not None), None)

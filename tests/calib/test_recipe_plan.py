@@ -66,7 +66,7 @@ def test_the_plan_names_every_matrix_and_writes_nothing(model_folder, tmp_path):
     assert any("group size 64 instead of 128" in warning for warning in plan.warnings)
     assert plan.disk_free_bytes > plan.size_bytes > 0
     assert plan.size_bytes < plan.bf16_bytes
-    assert plan.seconds > 0
+    assert plan.seconds is None
     assert plan.memory_bytes > plan.bf16_bytes
     assert {loader.runtime: loader.loads for loader in plan.loaders}["vLLM"] is False
     assert sorted(model_folder.iterdir()) == before

@@ -144,6 +144,12 @@ def test_gate_publish_verify_and_generate(finished, tiny_job, call, tmp_path):
     assert "Gate PASS" in (tmp_path / "gate.md").read_text()
     target = tmp_path / "releases"
     assert call("publish", document["rows"][0]["engine_digest"], "--to", target, "--alias", "base")[0] == 2
+    code, _, err = call("publish", engine, "--to", target, "--alias", "production")
+    assert (code, "is not approved" in err) == (2, True)
+    code, out, err = call("releases", "approve", engine, "--reason", "it passed", "--json")
+    assert (code, json.loads(out)["word"]) == (0, "PASS"), err
+    assert json.loads(call("releases", "approvals", "--json")[1])["approvals"] == [json.loads(out)]
+    assert json.loads(call("releases", "approvals", "--at", "2020-01-01", "--json")[1])["approvals"] == []
     code, out, err = call("publish", engine, "--to", target, "--alias", "production", "--json")
     assert code == 0, err
     assert json.loads(out)["engine"] == engine
@@ -170,7 +176,8 @@ def test_gate_publish_verify_and_generate(finished, tiny_job, call, tmp_path):
 def test_an_override_is_a_marked_release_and_is_rolled_back(finished, call, tmp_path):
     _, document = finished
     base, target = document["rows"][0]["engine_digest"], tmp_path / "releases"
-    first = call("publish", document["rows"][1]["engine_digest"], "--to", target, "--alias", "production", "-q")
+    first = call("publish", document["rows"][1]["engine_digest"], "--to", target, "--alias", "production", "--reason",
+                 "it passed", "-q")
     assert first[0] == 0, first[2]
     assert call("publish", base, "--to", target, "--alias", "production", "--override")[0] == 2, "it needs a reason"
     code, out, err = call("publish", base, "--to", target, "--alias", "production", "--override", "--reason",
@@ -255,7 +262,7 @@ def test_own_questions(finished, call, tmp_path):
 def test_plan_inspect_verify(finished, call):
     _, document = finished
     row = document["rows"][1]
-    code, out, _ = call("plan", "tiny", "--recipe", "int8", "--json")
+    code, out, _ = call("plan", "tiny", "--recipe", "int8", "--no-rehearse", "--tp", 2, "--json")
     assert code == 0
     assert json.loads(out)["modules"]
     for ref in ("tiny", row["checkpoint_digest"], row["engine_digest"]):

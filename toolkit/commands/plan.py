@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
+from toolkit.calibrating import BoundOption, LayerwiseOption, LengthOption, RowsOption, TpOption, bound_of
 from toolkit.options import KvOption, ModelArgument, RecipeOption
 from toolkit.session import Session, verb
 
 
 def register(app: typer.Typer) -> None:
     @verb(app, "plan")
-    def plan(session: Session, model: ModelArgument, recipe: RecipeOption, kv_cache: KvOption = "bf16") -> None:
+    def plan(session: Session, model: ModelArgument, recipe: RecipeOption, kv_cache: KvOption = "bf16",
+             layerwise: LayerwiseOption = "auto", memory: BoundOption = None, tp: TpOption = 1,
+             rows: RowsOption = 16, length: LengthOption = 256,
+             rehearse: Annotated[bool, typer.Option("--rehearse/--no-rehearse", help="Measure this machine on small "
+                                                    "models to say time and memory (some seconds, once a recipe); "
+                                                    "without it no time is said.")] = True) -> None:
         """Say what calibrating would do. Nothing is calibrated.
 
-        Coverage module by module, group sizes, time, memory, disk, and which runtimes can load the result.
+        Coverage module by module, group sizes, cuts over devices, bytes on disk, time, memory, and which runtimes can
+        load the result. The model's weights may be missing: config.json alone will do.
         """
         from calib.plan import make_plan
         from calib.recipe import load_recipe
@@ -23,9 +32,14 @@ def register(app: typer.Typer) -> None:
         from toolkit.stages import Workshop
         from toolkit.store import RunStore
 
-        chosen = load_recipe(recipe)
+        chosen, bound = load_recipe(recipe), bound_of(memory)
         with RunStore(session.home.store) as store:
             shop = Workshop(session.home, store, offline=session.offline)
             folder = model_folder(shop, resolve(model, session.home, store, offline=session.offline))
-            found = make_plan(folder, chosen, kv_cache=kv_cache)
+            found = make_plan(folder, chosen, kv_cache=kv_cache, length=length, tp=tp, layerwise=layerwise,
+                              memory=bound)
+        if rehearse and not chosen.needs_hardware:
+            from calib.rehearsal import estimate
+
+            found = estimate(found, rows, length, session.home.path / "rehearsals")
         session.show(found.model_dump(mode="json"), [str(folder)], *plan_parts(found))

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from toolkit.calibrating import BoundOption, LayerwiseOption, LengthOption, RowsOption, TpOption, bound_of
 from toolkit.options import KvOption, ModelArgument, OutOption, RecipeOption
 from toolkit.session import Session, verb
 
@@ -15,13 +16,16 @@ def register(app: typer.Typer) -> None:
     def quantize(session: Session, model: ModelArgument, recipe: RecipeOption, out: OutOption,
                  kv_cache: KvOption = "bf16",
                  data: Annotated[str, typer.Option(help="Calibration data: a prepared folder.")] = "calibration",
-                 rows: Annotated[int, typer.Option(min=1, help="Packed rows of calibration text.")] = 16,
-                 length: Annotated[int, typer.Option(min=8, help="Tokens of a row.")] = 256,
+                 rows: RowsOption = 16, length: LengthOption = 256,
                  chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template.")] = False,
-                 seed: Annotated[int, typer.Option(min=0)] = 0) -> None:
+                 seed: Annotated[int, typer.Option(min=0)] = 0, layerwise: LayerwiseOption = "auto",
+                 memory: BoundOption = None, tp: TpOption = 1,
+                 resume: Annotated[bool, typer.Option("--resume/--no-resume", help="Go on where a killed run "
+                                                      "was.")] = True) -> None:
         """Calibrate a model into a checkpoint.
 
-        The checkpoint is validated, and laid out so that other runtimes can load it.
+        The checkpoint is validated, and laid out so that other runtimes can load it. A run that was killed goes on when
+        the same command is given again.
         """
         from calib.calibrate import quantize as calibrate
         from calib.recipe import load_recipe
@@ -31,7 +35,7 @@ def register(app: typer.Typer) -> None:
         from toolkit.stages import Workshop
         from toolkit.store import RunStore
 
-        chosen = load_recipe(recipe)
+        chosen, bound = load_recipe(recipe), bound_of(memory)
         with RunStore(session.home.store) as store, session.watch() as watch:
             shop = Workshop(session.home, store, watch, session.offline)
             folder = making.model_folder(shop, resolve(model, session.home, store, offline=session.offline))
@@ -39,7 +43,8 @@ def register(app: typer.Typer) -> None:
             if chat:
                 watch.note(f"first calibration row as rendered:\n{stuff.calibration.sample}")
             made = calibrate(folder, chosen, out, kv_cache=kv_cache, calibration=stuff.calibration,
-                             choose_texts=stuff.choose, report=watch, seed=seed)
+                             choose_texts=stuff.choose, report=watch, seed=seed, resume=resume, layerwise=layerwise,
+                             memory=bound, tp=tp)
             if made.artifact is not None:
                 store.remember(made.artifact)
         session.show({"digest": made.digest, "path": str(out.absolute()), "recipe": made.recipe,

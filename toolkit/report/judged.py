@@ -121,8 +121,15 @@ def plan_parts(plan: CalibrationPlan) -> list[RenderableType]:
              ("embeddings", "tied to the output head" if plan.tied_embeddings else "apart from the output head"),
              ("weights from", plan.source_grid or "the model's own precision"),
              ("size", f"{words.size(plan.size_bytes)} of {words.size(plan.bf16_bytes)} in bf16 ({plan.layout} layout)"),
-             ("memory", f"about {words.size(plan.memory_bytes)} while calibrating"),
-             ("time", f"about {duration(plan.seconds)}")]
+             ("layer by layer", f"{'yes' if plan.layerwise else 'no'}: {plan.layerwise_reason}"),
+             ("memory", f"about {words.size(plan.memory_bytes)}" + ("" if plan.seconds is not None else
+                                                                   " beside what the libraries take")),
+             ("time", "not measured (--no-rehearse)" if plan.seconds is None else
+              f"about {duration(plan.seconds)}, measured on small models here")]
+    if plan.tp > 1:
+        facts.append(("devices", f"groups and heads divide over {plan.tp}"))
+    if plan.work_bytes:
+        facts.append(("work", f"{words.size(plan.work_bytes)} on disk meanwhile"))
     if plan.disk_free_bytes is not None:
         facts.append(("disk", f"{words.size(plan.disk_free_bytes)} free"))
     table = Table(box=None, show_header=False, pad_edge=False)
@@ -130,9 +137,10 @@ def plan_parts(plan: CalibrationPlan) -> list[RenderableType]:
     table.add_column(overflow="fold")
     for name, value in facts:
         table.add_row(name, Text(value))
-    loaders = _table("runtime", "loads it", "note")
+    loaders = _table("runtime", "loads it", "from", "note", "by")
     for loader in plan.loaders:
-        loaders.add_row(loader.runtime, "yes" if loader.loads else "no", Text(loader.note))
+        loaders.add_row(loader.runtime, "yes" if loader.loads else "no", loader.since, Text(loader.note),
+                        Text(loader.source, style="dim"))
     return [table, _modules(plan), loaders, *[Text(f"look at: {line}", style="yellow") for line in plan.warnings]]
 
 

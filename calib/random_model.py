@@ -1,5 +1,7 @@
-"""Random Llamas of any size, written shard by shard, with a byte tokenizer and calibration texts: what the calibration
-benchmarks run on. Weights are normal with the usual spread; a few loud channels stand in for the outliers of real ones.
+"""Random Llamas of any size, written shard by shard, with a byte tokenizer and calibration texts.
+
+What a rehearsal measures this machine on (``calib/rehearsal.py``), and what the calibration benchmarks run on. Weights
+are normal with the usual spread; a few loud norm channels stand in for the outliers of trained models.
 """
 
 from __future__ import annotations
@@ -54,6 +56,12 @@ class Shape:
             yield "lm_head.weight", (self.vocab, self.hidden)
 
     @property
+    def layer_parameters(self) -> int:
+        """Weights of one layer's matrices."""
+        return sum(torch.Size(size).numel() for name, size in self.tensors()
+                   if name.startswith("model.layers.0.") and len(size) == 2)
+
+    @property
     def parameters(self) -> int:
         return sum(torch.Size(shape).numel() for _, shape in self.tensors())
 
@@ -61,8 +69,8 @@ class Shape:
         return {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": self.hidden,
                 "intermediate_size": self.inter, "num_hidden_layers": self.layers, "num_attention_heads": self.heads,
                 "num_key_value_heads": self.kv_heads, "vocab_size": self.vocab, "max_position_embeddings": 2048,
-                "tie_word_embeddings": self.tied, "bos_token_id": 256, "eos_token_id": 257, "rms_norm_eps": 1e-5,
-                "rope_theta": 10000.0, "hidden_act": "silu", "dtype": "bfloat16"}
+                "tie_word_embeddings": self.tied, "bos_token_id": self.vocab - 2, "eos_token_id": self.vocab - 1,
+                "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu", "dtype": "bfloat16"}
 
 
 def write_model(folder: Path, shape: Shape, shard_bytes: int, seed: int = 0) -> Path:
@@ -81,15 +89,15 @@ def write_model(folder: Path, shape: Shape, shard_bytes: int, seed: int = 0) -> 
     folder.mkdir(parents=True)
     write_shards(folder, tensors(), shard_bytes)
     (folder / "config.json").write_text(json.dumps(shape.config(), indent=1))
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [257]}))
-    write_tokenizer(folder)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [shape.vocab - 1]}))
+    write_tokenizer(folder, shape.vocab)
     return folder
 
 
-def write_tokenizer(folder: Path) -> None:
-    """Bytes are ids 0..255, then BOS and EOS."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = tokenizers.Tokenizer(models.BPE(vocab={char: i for i, char in enumerate(alphabet)}, merges=[]))
+def write_tokenizer(folder: Path, vocab: int) -> None:
+    """Bytes are ids 0..255; words that no text contains fill it up; BOS and EOS come last."""
+    words = sorted(pre_tokenizers.ByteLevel.alphabet()) + [f"<unused {index}>" for index in range(vocab - 258)]
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab={word: index for index, word in enumerate(words)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|bos|>", "<|eos|>"])

@@ -1,0 +1,109 @@
+"""Which module gets which scheme, and which are left and why: coverage, decided from names and shapes alone."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping
+from typing import Any
+
+from calib.errors import CalibError
+from calib.head import HEAD
+from calib.layers import Family
+from calib.parallel import shard_columns
+from calib.recipe import Recipe
+from calib.scheme import Frozen, Grid, Scheme
+
+#: Modules that no recipe touches, and why.
+_LEFT = {HEAD: "output head: few runtimes load it quantized, and its error goes straight into the logits",
+         "model.embed_tokens": "embedding: a lookup, nothing is multiplied",
+         "model.norm": "norm"}
+
+
+class ModulePlan(Frozen):
+    """One weight matrix: its shape [out, in], and the scheme it gets, or the reason it is left in bf16."""
+
+    name: str
+    shape: tuple[int, int]
+    scheme: Scheme | None
+    reason: str = ""
+
+
+def _kept(recipe: Recipe, names: list[str]) -> dict[str, str]:
+    """Module -> the pattern of ``keep`` that matched it. A pattern without effect is an error."""
+    kept: dict[str, str] = {}
+    for pattern in recipe.keep:
+        hits = fnmatch.filter(names, pattern)
+        if not hits:
+            raise CalibError(f"recipe {recipe.name}: keep pattern {pattern!r} matches no module",
+                             f"Modules are named like {names[0]}.")
+        kept |= dict.fromkeys(hits, pattern)
+    return kept
+
+
+def group_size_of(recipe: Recipe, shapes: dict[str, tuple[int, int]], tp: int = 1) -> int | None:
+    """The first group size that divides every matched module's input, as it lies on one of ``tp`` devices."""
+    if not recipe.group_sizes:
+        return None
+    kept = _kept(recipe, list(shapes))
+    matched = {name: shape for name, shape in shapes.items() if name not in kept}
+    for size in recipe.group_sizes:
+        if all(shard_columns(name, columns, tp) % size == 0 for name, (_, columns) in matched.items()):
+            return size
+    name, columns = next((name, columns) for name, (_, columns) in matched.items()
+                         if shard_columns(name, columns, tp) % recipe.group_sizes[-1])
+    each = "" if tp == 1 else f", {shard_columns(name, columns, tp)} on each of {tp} devices"
+    raise CalibError(f"no group size of {', '.join(map(str, recipe.group_sizes))} divides every input: {name} has "
+                     f"{columns} inputs{each}", "Add a smaller size to group_sizes, or put the module on keep.")
+
+
+def matched_modules(recipe: Recipe, shapes: dict[str, tuple[int, int]], group: int | None, kv: Grid
+                    ) -> list[ModulePlan]:
+    """The decoder layers' linears. CalibError for a keep pattern without effect, or a shape that cannot be packed."""
+    kept = _kept(recipe, list(shapes))
+    if len(kept) == len(shapes):
+        raise CalibError(f"recipe {recipe.name} keeps every module in bf16", "Use the recipe bf16 for that.")
+    plans = []
+    for name, shape in shapes.items():
+        if recipe.method == "none":
+            plans.append(ModulePlan(name=name, shape=shape, scheme=None, reason=f"recipe {recipe.name} leaves weights"))
+        elif name in kept:
+            plans.append(ModulePlan(name=name, shape=shape, scheme=None, reason=f"keep pattern {kept[name]!r}"))
+        else:
+            folded = recipe.method != "awq_lite" or not name.endswith(("o_proj", "down_proj"))
+            plans.append(ModulePlan(name=name, shape=shape, scheme=Scheme(
+                weight=recipe.weight_grid(group), activation=recipe.activation_grid(group), kv=kv,
+                pre_quant_scale=not folded, act_order=recipe.act_order == "groups")))
+    odd = next((plan for plan in plans if plan.scheme and plan.shape[0] % 2), None)
+    if odd is not None and recipe.weight.dtype == "int4":
+        raise CalibError(f"{odd.name} has {odd.shape[0]} outputs; int4 codes are packed in pairs of outputs",
+                         "Put the module on keep.")
+    return plans
+
+
+def check_fused(family: Family, modules: tuple[ModulePlan, ...], num_layers: int) -> None:
+    """Readers of one input (q, k, v; gate, up) become one matrix in an engine, so they share a fate."""
+    schemes = {module.name: module.scheme is None for module in modules}
+    for layer in range(num_layers):
+        for names in family.fused:
+            members = [f"{family.layers}.{layer}.{name}" for name in names]
+            if len({schemes[member] for member in members}) > 1:
+                left = next(member for member in members if schemes[member])
+                raise CalibError(f"{left} is kept in bf16, the others that read its input are not",
+                                 f"Keep all of {', '.join(names)} or none.")
+
+
+def other_modules(shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any], recipe: Recipe, kv: Grid
+                  ) -> list[ModulePlan]:
+    """Matrices outside the decoder layers. The head may have a scheme of its own."""
+    head = None if recipe.head_grid is None else Scheme(weight=recipe.head_grid, kv=kv)
+    found = []
+    for name, shape in shapes.items():
+        module = name.removesuffix(".weight")
+        if module in _LEFT and len(shape) == 2:
+            scheme = head if module == HEAD else None
+            found.append(ModulePlan(name=module, shape=(shape[0], shape[1]), scheme=scheme,
+                                    reason="" if scheme else _LEFT[module]))
+    if config.get("tie_word_embeddings") and not any(module.name == HEAD for module in found):
+        found.append(ModulePlan(name=HEAD, shape=(config["vocab_size"], config["hidden_size"]), scheme=head,
+                                reason="" if head else "tied: it is the embedding's matrix"))
+    return found

@@ -1,0 +1,149 @@
+"""What a recipe costs on this machine: measured by calibrating small random models, and kept.
+
+A laptop and a server differ by a hundred, and a recipe's cost is no formula (a search multiplies every weight once per
+candidate and batch, a rounding is memory bound, a product is not). So the stage itself is run, in a fresh process, with
+the recipe, rows and length that are planned, on Llamas of one and four layers and with a small and a large vocabulary:
+
+    seconds = fixed + per_weight * weights of all layers + per_head * vocabulary * hidden
+
+The first run's excess over the second is what a process pays once (imports, first calls). Its peak of anonymous memory,
+less what the formula of ``calib/estimates.py`` says of so small a model, is what the libraries take. The result is kept
+under a key of everything it depends on: recipe, sizes, processor, threads, package versions and this package's sources.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from calib.artifact import Artifact, canonical_json, installed_versions, sha256_hex, write_atomic
+from calib.calibrate import quantize
+from calib.errors import ENVIRONMENT, CalibError
+from calib.estimates import working_bytes
+from calib.plan import CalibrationPlan, make_plan
+from calib.random_model import Shape, calibration_set, sentences, write_model
+from calib.recipe import Recipe
+from calib.scheme import Frozen
+
+_LENGTH_LIMIT = 2048
+
+
+class RehearsalError(CalibError):
+    """The small calibration failed."""
+
+    code = "rehearsal"
+    exit_code = ENVIRONMENT
+
+
+class Rehearsal(Frozen):
+    """Seconds once, per weight of a layer and per element of the head; bytes that the libraries take."""
+
+    fixed: float
+    per_weight: float
+    per_head: float
+    base_bytes: int
+    took: float
+
+
+def _shape(layers: int, vocab: int) -> Shape:
+    return Shape(hidden=768, inter=2048, layers=layers, heads=12, kv_heads=4, vocab=vocab)
+
+
+def estimate(plan: CalibrationPlan, rows: int, length: int, cache: Path | None = None) -> CalibrationPlan:
+    """The plan with ``seconds`` and ``memory_bytes`` as this machine needs them. ``cache``: folder of rehearsals."""
+    found = rehearsal_of(plan, min(rows, plan.recipe.rows), length, cache)
+    head = next((module.shape for module in plan.modules if module.name == "lm_head"), (0, 0))
+    weights = sum(module.shape[0] * module.shape[1] for module in plan.modules if ".layers." in module.name)
+    seconds = found.fixed + found.per_weight * weights + found.per_head * head[0] * head[1]
+    memory = {name: found.base_bytes + working_bytes(plan.sizes, plan.recipe, length, layerwise=mode)
+              for name, mode in (("whole", False), ("layers", True))}
+    return plan.model_copy(update={"seconds": round(seconds, 1), "memory_bytes":
+                                   memory["layers" if plan.layerwise else "whole"]})
+
+
+def rehearsal_of(plan: CalibrationPlan, rows: int, length: int, cache: Path | None) -> Rehearsal:
+    """Found in ``cache`` under its key, or made now (some seconds). RehearsalError when it cannot be made."""
+    asked = {"recipe": plan.recipe.model_dump(mode="json"), "kv": _kv_name(plan), "rows": rows, "length": length,
+             "layerwise": plan.layerwise}
+    key = sha256_hex(canonical_json({**asked, "machine": _machine(), "versions": installed_versions(),
+                                     "sources": _sources()}))
+    kept = None if cache is None else cache / f"{key[:24]}.json"
+    if kept is not None and kept.is_file():
+        return Rehearsal.model_validate_json(kept.read_bytes())
+    done = subprocess.run([sys.executable, "-m", "calib.rehearsal", canonical_json(asked).decode()], text=True,
+                          capture_output=True, cwd=Path(__file__).resolve().parent.parent)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise RehearsalError(f"the rehearsal of {plan.recipe.name} failed: {last}", "Plan with --no-rehearsal.")
+    found = Rehearsal.model_validate_json(done.stdout.splitlines()[-1])
+    if kept is not None:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(kept, canonical_json(found.model_dump()))
+    return found
+
+
+def _kv_name(plan: CalibrationPlan) -> str:
+    return "fp8" if plan.kv.dtype == "fp8_e4m3" else plan.kv.dtype
+
+
+def _machine() -> dict[str, Any]:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    name = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+    return {"processor": name, "threads": torch.get_num_threads()}
+
+
+@functools.cache
+def _sources() -> str:
+    root = Path(__file__).parent
+    return sha256_hex(b"".join(path.read_bytes() for path in sorted(root.rglob("*.py"))))
+
+
+def _rehearse(recipe: Recipe, kv: Any, rows: int, length: int, layerwise: bool) -> Rehearsal:
+    """The measurement itself, in this process, which should be fresh."""
+    began = time.perf_counter()
+    mode = "on" if layerwise else "off"
+    with tempfile.TemporaryDirectory() as folder:
+        work = Path(folder)
+        shapes = {"one": _shape(1, 512), "four": _shape(4, 512), "wide": _shape(1, 8192)}
+        models = {name: write_model(work / name, shape, 2**30) for name, shape in shapes.items()}
+        calibration = calibration_set(models["one"], work / "set", rows, length)
+        times: list[float] = []
+        peak = 0
+        for index, name in enumerate(("one", "one", "four", "wide")):
+            start = time.perf_counter()
+            made = quantize(models[name], recipe, work / f"out-{index}", kv_cache=kv, calibration=calibration,
+                            choose_texts=sentences(2, 60), layerwise=mode)
+            times.append(time.perf_counter() - start)
+            if index == 1 and isinstance(made.artifact, Artifact):
+                peak = json.loads(made.artifact.file("calibration.json").read_text())["peak_anonymous_bytes"] or 0
+        first, one, four, wide = times
+        sizes = make_plan(models["one"], recipe, kv).sizes
+    per_weight = max(0.0, four - one) / (3 * shapes["one"].layer_parameters)
+    per_head = max(0.0, wide - one) / ((8192 - 512) * 768)
+    fixed = max(0.0, first - per_weight * shapes["one"].layer_parameters - per_head * 512 * 768)
+    base = max(0, peak - working_bytes(sizes, recipe, length, layerwise=layerwise))
+    return Rehearsal(fixed=fixed, per_weight=per_weight, per_head=per_head, base_bytes=base,
+                     took=round(time.perf_counter() - began, 2))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="One rehearsal, asked for as JSON; prints it as JSON.")
+    parser.add_argument("asked")
+    asked = json.loads(parser.parse_args().asked)
+    found = _rehearse(Recipe.model_validate(asked["recipe"]), asked["kv"], asked["rows"],
+                      min(asked["length"], _LENGTH_LIMIT), asked["layerwise"])
+    print(found.model_dump_json())
+
+
+if __name__ == "__main__":
+    main()
