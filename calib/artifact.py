@@ -21,7 +21,7 @@ import json
 import os
 import platform
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -134,7 +134,7 @@ def _scan(folder: Path) -> dict[str, Path]:
 
 @dataclass(frozen=True, slots=True)
 class Artifact:
-    """An opened, complete artifact. Opening checks names, sizes and the digest; ``verify`` re-reads every byte."""
+    """An opened, complete artifact. Opening checks names, sizes and the digest; ``check`` re-reads what is used."""
 
     path: Path
     manifest: Manifest
@@ -208,9 +208,18 @@ class Artifact:
             raise ArtifactError(f"{self.path} holds a file that its manifest does not list: {extra[0]}",
                                 "Remove it, or make the artifact again.")
 
-    def verify(self) -> list[str]:
-        """Re-hash every file, chunks of different files in parallel. Returns the names of files that changed."""
-        names = list(self.manifest.files)
+    def check(self, names: Iterable[str]) -> None:
+        """Re-hash files before their content is used; ArtifactError names the first whose bytes are not the manifest's.
+
+        Opening sees sizes only, and one flipped bit in a scale is a model that runs and is wrong.
+        """
+        if changed := self.verify(names):
+            raise ArtifactError(f"{self.path / changed[0]} was changed after it was written: its bytes are not those "
+                                "that the manifest names", "Copy the artifact again, or make it again.")
+
+    def verify(self, names: Iterable[str] | None = None) -> list[str]:
+        """Re-hash files (every one by default), several in parallel. Returns the names of files that changed."""
+        names = list(self.manifest.files if names is None else names)
         with ThreadPoolExecutor(max_workers=min(8, max(1, len(names)))) as pool:
             hashes = list(pool.map(lambda name: file_sha256(self.path / name), names))
         return [name for name, found in zip(names, hashes, strict=True) if found != self.manifest.files[name].sha256]

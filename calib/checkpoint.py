@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 
 from calib.artifact import MANIFEST, Artifact, canonical_json, file_sha256, sha256_hex
+from calib.config import read_config
 from calib.errors import CalibError, UnknownNameError
 from calib.formats.awq import AwqLayout
 from calib.formats.compressed_tensors import CompressedTensorsLayout
@@ -77,7 +78,8 @@ class QuantizedCheckpoint:
     def __init__(self, path: Path, artifact: Artifact | None) -> None:
         self.path = path
         self.artifact = artifact
-        self._whole_config = read_json(path / "config.json")
+        self._checked = False
+        self._whole_config = read_config(path)
         self.layout = layout_of(path, self._whole_config)
         self.shards = Shards(path)
         #: Module name -> Scheme; a module that is absent is unquantized.
@@ -134,8 +136,20 @@ class QuantizedCheckpoint:
         return sum((self.path / name).stat().st_size for name in {meta.file for meta in self.shards.values()})
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The canonical stream, in natural order of names, on the CPU."""
+        """The canonical stream, in natural order of names, on the CPU.
+
+        ArtifactError when a file of an artifact was changed after it was written.
+        """
+        self._check_bytes()
         return self.layout.tensors(self._whole_config, self.shards, self.schemes, self.kv)
 
+    def _check_bytes(self) -> None:
+        """Once an opened checkpoint: a manifest says what the bytes were; a foreign folder has none."""
+        if self.artifact is not None and not self._checked:
+            self.artifact.check(self.artifact.manifest.files)
+            self._checked = True
+
     def tokenizer(self) -> Tokenizer:
+        if self.artifact is not None:
+            self.artifact.check(name for name in TOKENIZER_FILES if name in self.artifact.manifest.files)
         return Tokenizer.open(self.path)

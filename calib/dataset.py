@@ -24,6 +24,7 @@ from safetensors.torch import load_file, save_file
 
 from calib.artifact import Artifact, ArtifactWriter, sha256_hex
 from calib.errors import CalibError
+from calib.json_text import parse_object
 from calib.text import Tokenizer
 
 KIND = "calibration-set"
@@ -97,6 +98,7 @@ class CalibrationSet:
     @classmethod
     def open(cls, path: Path | str) -> CalibrationSet:
         artifact = Artifact.open(path, KIND, FORMAT)
+        artifact.check([_TOKENS, _FINGERPRINTS])
         return cls(artifact, load_file(artifact.file(_TOKENS))["tokens"])
 
     @classmethod
@@ -109,6 +111,9 @@ class CalibrationSet:
         ``licences`` by file name, else from a manifest.json beside it. CalibrationTextError for an empty or malformed
         file, or when the texts give too few tokens.
         """
+        if rows < 1 or length < 1:
+            raise CalibrationTextError(f"{rows} rows of {length} tokens are no calibration set",
+                                       "Ask for at least one.")
         documents: list[Any] = []
         origins = []
         for source in sources:
@@ -188,19 +193,16 @@ def pack_texts(texts: Iterable[str], tokenizer: Tokenizer, length: int, rows: in
 
 def _read_lines(path: Path) -> list[dict[str, Any]]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise CalibrationTextError(f"calibration file {path} cannot be read: {getattr(error, 'strerror', error)}",
+        lines = path.read_bytes().split(b"\n")  # JSON's own line break: str.splitlines cuts at U+2028 inside a text
+    except OSError as error:
+        raise CalibrationTextError(f"calibration file {path} cannot be read: {error.strerror or error}",
                                    "Give a JSONL file with one {\"text\": ...} in each line.") from error
     documents = []
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        try:
-            value = json.loads(line)
-        except ValueError as error:
-            raise CalibrationTextError(f"{path}:{number} is not JSON: {error}", "Repair or remove the line.") from error
-        if not isinstance(value, dict) or ("text" in value) == ("messages" in value):
+        value = parse_object(line, f"{path}:{number}", CalibrationTextError, "Repair or remove the line.")
+        if ("text" in value) == ("messages" in value):
             raise CalibrationTextError(f"{path}:{number} has neither a text nor messages (or both)",
                                        "A line is {\"text\": ...} or {\"messages\": [...]}.")
         documents.append(value)
@@ -221,8 +223,11 @@ def _licence_beside(path: Path) -> str:
 
 def _document_ids(document: Mapping[str, Any], tokenizer: Tokenizer, *, chat: bool) -> tuple[list[int], str]:
     """Ids of one document with an end token behind it, and its plain text."""
-    messages = document.get("messages")
-    if messages is not None:
+    if "messages" in document:
+        messages = document["messages"]
+        if not isinstance(messages, list) or not messages or not all(isinstance(part, dict) for part in messages):
+            raise CalibrationTextError(f"a calibration document has messages {str(messages)[:60]!r}",
+                                       "Messages are a list of {\"role\": ..., \"content\": ...}.")
         if not chat:
             raise CalibrationTextError("the calibration texts hold messages, but the chat template is not applied",
                                        "Ask for the chat template, or give plain texts.")

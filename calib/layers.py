@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from calib.config import check_complete
 from calib.errors import CalibError
 from calib.scheme import Grid
 
@@ -20,7 +21,7 @@ NameKey = tuple[tuple[int, int | str], ...]
 
 def natural_key(name: str) -> NameKey:
     """Sorts numbered names by number: layers.2 before layers.10."""
-    return tuple((0, int(part)) if part.isdigit() else (1, part) for part in re.split(r"(\d+)", name) if part)
+    return tuple((0, int(part)) if part.isdecimal() else (1, part) for part in re.split(r"(\d+)", name) if part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +64,13 @@ FAMILIES: dict[str, Family] = {"LlamaForCausalLM": LLAMA}
 
 
 def family_of(config: Mapping[str, Any], origin: str) -> Family:
-    """The model's family, or a CalibError that names its architecture and the supported ones."""
+    """The model's family, or a CalibError that names its architecture and the supported ones, or a missing key."""
     architectures = config.get("architectures") or []
     name = architectures[0] if architectures else f"model_type {config.get('model_type')!r}"
     if name not in FAMILIES:
         raise CalibError(f"{origin} is a {name}, which is not supported",
                          f"Supported architectures: {', '.join(sorted(FAMILIES))}.")
+    check_complete(config, f"config.json of {origin}")
     return FAMILIES[name]
 
 

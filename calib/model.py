@@ -15,7 +15,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from calib.architecture import check_weights
 from calib.checkpoint import QuantizedCheckpoint
+from calib.config import read_config
 from calib.errors import ENVIRONMENT, CalibError
 from calib.formats import gguf
 from calib.formats.hf import Shards, read_json, without_progress_bars
@@ -95,10 +97,11 @@ def source_grid_of(folder: Path) -> str | None:
 
 
 def load_hf(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The unquantized model in eval mode. Checks every tensor for NaN and infinity, by name, before loading."""
-    config = read_json(folder / "config.json")
+    """The unquantized model in eval mode. Every tensor is one of config.json's, and finite: checked before loading."""
+    config, shards = read_config(folder), Shards(folder)
     family_of(config, str(folder))
-    check_finite(Shards(folder))
+    check_weights(config, shards)
+    check_finite(shards)
     with without_progress_bars():
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True,
                                                      trust_remote_code=False)

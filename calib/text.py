@@ -33,10 +33,12 @@ import tokenizers
 from calib.artifact import canonical_json
 from calib.chat_template import ChatTemplate
 from calib.errors import CalibError
+from calib.json_text import parse_object
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
                    "chat_template.jinja", "chat_template.json")
 _GENERATION = "generation_config.json"
+_COPY = "Copy the model folder again."
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -54,20 +56,17 @@ def _byte_of_char() -> dict[str, int]:
 
 
 def _read_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    if name not in files:
-        return {}
-    try:
-        value = json.loads(files[name])
-    except ValueError as error:
-        raise CalibError(f"{name} is not JSON: {error}", "Copy the model folder again.") from error
-    return value if isinstance(value, dict) else {}
+    return parse_object(files[name], name, CalibError, _COPY) if name in files else {}
 
 
-def _content(token: Any) -> str | None:
-    """A special token is written as a string or as {"content": ...}."""
+def _content(names: Mapping[str, Any], key: str) -> str | None:
+    """A special token is written as a string or as {"content": ...}; None where the model has none."""
+    token = names.get(key)
     if isinstance(token, dict):
         token = token.get("content")
-    return token if isinstance(token, str) and token else None
+    if not isinstance(token, str | None):
+        raise CalibError(f"tokenizer_config.json: {key} is {token!r}, not a text", _COPY)
+    return token or None
 
 
 def _collect(folder: Path) -> dict[str, bytes]:
@@ -109,7 +108,7 @@ class Tokenizer:
             self._plain = tokenizers.Tokenizer.from_buffer(files["tokenizer.json"])
         except Exception as error:
             raise CalibError(f"{origin}: tokenizer.json cannot be read: {error}",
-                             "Copy the model folder again.") from error
+                             _COPY) from error
         for backend in (self._marked, self._plain):
             backend.no_truncation()
             backend.no_padding()
@@ -118,7 +117,7 @@ class Tokenizer:
         added = self._marked.get_added_tokens_decoder()
         self._added = {index: token.content for index, token in added.items()}
         self.special_ids: frozenset[int] = frozenset(index for index, token in added.items() if token.special)
-        self._bos, self._eos = _content(names.get("bos_token")), _content(names.get("eos_token"))
+        self._bos, self._eos = _content(names, "bos_token"), _content(names, "eos_token")
         self.bos_id: int | None = self._marked.token_to_id(self._bos) if self._bos else None
         self.eos_ids: tuple[int, ...] = self._find_eos_ids()
         self.adds_bos: bool = self._find_adds_bos(config.get("add_bos_token"))
@@ -147,22 +146,38 @@ class Tokenizer:
 
     def _find_eos_ids(self) -> tuple[int, ...]:
         declared = _read_json(self._files, _GENERATION).get("eos_token_id")
-        found = set(declared) if isinstance(declared, list) else set() if declared is None else {declared}
-        if self._eos and (index := self._marked.token_to_id(self._eos)) is not None:
-            found.add(index)
-        return tuple(sorted(found))
+        found = declared if isinstance(declared, list) else [] if declared is None else [declared]
+        if odd := [index for index in found if type(index) is not int or index < 0]:
+            raise CalibError(f"{_GENERATION}: eos_token_id is {odd[0]!r}, which is no token", _COPY)
+        if self._eos:
+            index = self._marked.token_to_id(self._eos)
+            if index is None:
+                raise CalibError(f"{self._origin}: the end token {self._eos!r} is not in the vocabulary", _COPY)
+            found = [*found, index]
+        return tuple(sorted(set(found)))
 
-    def _find_adds_bos(self, declared: bool | None) -> bool:
+    def _find_adds_bos(self, declared: Any) -> bool:
+        if not isinstance(declared, bool | None):
+            raise CalibError(f"tokenizer_config.json: add_bos_token is {declared!r}, not true or false", _COPY)
         if self.bos_id is None:
+            if declared:
+                raise CalibError(f"{self._origin}: a begin token is to be added, and {self._bos!r} is not in the "
+                                 "vocabulary", _COPY)
             return False
         return self._marked.encode("a").ids[:1] == [self.bos_id] if declared is None else declared
 
     def _find_template(self, config: Mapping[str, Any]) -> str | None:
         if "chat_template.jinja" in self._files:
-            return self._files["chat_template.jinja"].decode()
+            try:
+                return self._files["chat_template.jinja"].decode()
+            except UnicodeDecodeError as error:
+                raise CalibError(f"{self._origin}: chat_template.jinja is not UTF-8", _COPY) from error
         template = (_read_json(self._files, "chat_template.json") | dict(config)).get("chat_template")
         if isinstance(template, list):  # several named templates: the one for plain chat
-            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+            named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+            template = named[0].get("template") if named else None
+        if not isinstance(template, str | None):
+            raise CalibError(f"{self._origin}: the chat template is a {type(template).__name__}, not a text", _COPY)
         return template
 
     def encode(self, text: str, *, bos: bool = True) -> list[int]:
@@ -253,6 +268,9 @@ def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:
     Embeddings are often padded, so some unused rows are normal; ids beyond the last row, or a tenth of the rows
     without a token, mean another model's tokenizer.
     """
+    if stray := [index for index in tokenizer.eos_ids if index >= vocab_size]:
+        raise CalibError(f"the end token {stray[0]} is beyond the model's {vocab_size} tokens",
+                         "This is another model's tokenizer; put the model's own files beside config.json.")
     if tokenizer.vocab_size > vocab_size or tokenizer.vocab_size < 0.9 * vocab_size:
         raise CalibError(f"the tokenizer has {tokenizer.vocab_size} tokens, the model's embedding {vocab_size} rows",
                          "This is another model's tokenizer; put the model's own files beside config.json.")

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import torch
 
+from calib.architecture import differences
 from calib.artifact import MANIFEST, Artifact
 from calib.checkpoint import FORMAT, KIND, QuantizedCheckpoint
 from calib.errors import ToolkitError
-from calib.layers import FAMILIES, attention_modules, planned_linears, scale_shape
+from calib.layers import attention_modules, family_of, scale_shape
 from calib.scheme import Scheme
 from calib.text import check_vocabulary
 
@@ -62,8 +63,13 @@ def verify_folder(checkpoint: QuantizedCheckpoint) -> list[Fault]:
 
 def _tensor_faults(name: str, tensor: torch.Tensor, schemes: dict[str, Scheme]) -> Iterator[Fault]:
     leaf = name.rpartition(".")[2]
-    if tensor.is_floating_point() and not torch.isfinite(tensor.float()).all():
+    module = name.rpartition(".")[0]
+    if leaf == "weight" and module not in schemes and not tensor.is_floating_point():
+        yield Fault("dtype", name, f"is {str(tensor.dtype).removeprefix('torch.')}, and no scheme says what it means")
+    elif tensor.is_floating_point() and not torch.isfinite(tensor.float()).all():
         yield Fault("not_finite", name, "holds NaN or infinity")
+    elif leaf == "weight" and tensor.dim() == 2 and not tensor.float().any():
+        yield Fault("all_zero", name, "is zero everywhere: the layer is dead")
     elif leaf in _SCALES and not (tensor > 0).all():
         count = int((tensor <= 0).sum())
         yield Fault("not_positive", name, f"{count} of {tensor.numel()} scales are zero or negative")
@@ -79,14 +85,14 @@ def _missing(checkpoint: QuantizedCheckpoint, shapes: dict[str, tuple[int, ...]]
         for leaf in needed:
             if f"{module}.{leaf}" not in shapes:
                 yield Fault("missing_tensor", f"{module}.{leaf}", f"is missing; the module is {scheme}")
-    family = FAMILIES.get((checkpoint.config.get("architectures") or [""])[0])
-    if family is None:
-        yield Fault("architecture", str(checkpoint.config.get("architectures")), "is not a supported architecture")
+    try:
+        family = family_of(checkpoint.config, str(checkpoint.path))
+        for code, name, message in differences(checkpoint.config, shapes, str(checkpoint.path)):
+            yield Fault(code, name, message)
+    except ToolkitError as error:
+        yield Fault("architecture", str(checkpoint.path), error.message)
         return
     layers = checkpoint.config["num_hidden_layers"]
-    for module in planned_linears(family, layers):
-        if f"{module}.weight" not in shapes:
-            yield Fault("missing_tensor", f"{module}.weight", "is missing; config.json has this layer")
     for attention in attention_modules(family, layers) if checkpoint.kv.quantized else []:
         for leaf in ("k_scale", "v_scale"):
             if f"{attention}.{leaf}" not in shapes:
@@ -109,6 +115,7 @@ def _wrong_shapes(checkpoint: QuantizedCheckpoint, shapes: dict[str, tuple[int, 
 
 def _tokenizer_faults(checkpoint: QuantizedCheckpoint) -> Iterator[Fault]:
     try:
-        check_vocabulary(checkpoint.tokenizer(), checkpoint.config["vocab_size"])
+        if "vocab_size" in checkpoint.config:  # its absence is a fault of the architecture
+            check_vocabulary(checkpoint.tokenizer(), checkpoint.config["vocab_size"])
     except ToolkitError as error:
         yield Fault("tokenizer", str(checkpoint.path), error.message)

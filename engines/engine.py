@@ -116,9 +116,15 @@ class Engine:
         return json.loads(self.artifact.file(TIMINGS).read_text())
 
     def tokenizer(self) -> Tokenizer:
+        """ArtifactError when a file of it was changed after the build."""
+        self.artifact.check(self._files_of(TOKENIZER))
         return Tokenizer.open(self.path / TOKENIZER)
 
     def weights(self) -> Weights:
-        """This rank's mapped weights."""
-        folder = Mesh.single(self.plan.tp, self.plan.pp).folder
-        return Weights(self.path / name for name in self.artifact.manifest.files if name.startswith(f"{folder}/"))
+        """This rank's mapped weights, hashed before: ArtifactError when a byte was changed after the build."""
+        names = self._files_of(Mesh.single(self.plan.tp, self.plan.pp).folder)
+        self.artifact.check(names)
+        return Weights(self.path / name for name in names)
+
+    def _files_of(self, folder: str) -> list[str]:
+        return [name for name in self.artifact.manifest.files if name.startswith(f"{folder}/")]

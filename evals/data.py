@@ -13,7 +13,6 @@ What an item is, and its id, is in ``evals.items``; which items are taken, and h
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -25,6 +24,7 @@ from pydantic import Field, ValidationError
 
 from calib.artifact import MANIFEST, canonical_json, sha256_hex, write_atomic
 from calib.errors import UnknownNameError
+from calib.json_text import parse_object
 from calib.scheme import Frozen
 from evals.errors import DataError, DataMissingError
 from evals.items import Asked, Exact, Question, Text, fingerprint, kind_of, named, with_id
@@ -110,14 +110,8 @@ def _read_rows(path: Path, facts: FileFacts) -> list[dict[str, Any]]:
         raise DataError(f"{path} has sha256 {found[:12]}, its manifest says {facts.sha256[:12]}",
                         "The file was changed; prepare the data again.")
     rows: list[dict[str, Any]] = []
-    for number, line in enumerate(content.decode().removesuffix("\n").split("\n"), 1):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise DataError(f"{path.name} line {number} is not JSON: {error.msg}", "One JSON object a line.") from error
-        if not isinstance(row, dict):
-            raise DataError(f"{path.name} line {number} is not an object", "One JSON object a line.")
-        rows.append(row)
+    for number, line in enumerate(content.removesuffix(b"\n").split(b"\n"), 1):
+        rows.append(parse_object(line, f"{path.name} line {number}", DataError, "One JSON object a line."))
     if len(rows) != facts.rows:
         raise DataError(f"{path} has {len(rows)} rows, its manifest says {facts.rows}", "Prepare the data again.")
     return rows

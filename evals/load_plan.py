@@ -20,10 +20,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from calib.scheme import Frozen
+from calib.yaml_text import read_yaml
 from evals.endpoint import Prompting
 from evals.errors import MeasureError
 from evals.loads import Objectives
@@ -137,13 +137,7 @@ class LoadPlan(Frozen):
 def load_plan(path: Path) -> LoadPlan:
     """MeasureError names the key and the value that is wrong."""
     try:
-        return LoadPlan.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
-    except OSError as error:
-        raise MeasureError(f"cannot read {path}: {error.strerror}", "Give a YAML file; see examples/sweep.yaml."
-                           ) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise MeasureError(f"{path} is not YAML: {' '.join(str(error).split())[:200]}", "See examples/sweep.yaml."
-                           ) from error
+        return LoadPlan.model_validate(read_yaml(path, MeasureError, "Give a YAML file; see examples/sweep.yaml."))
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"]) or "plan"

@@ -18,11 +18,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
-import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from calib.artifact import canonical_json, sha256_hex
+from calib.errors import shown
 from calib.scheme import Frozen
+from calib.yaml_text import read_yaml
 from evals.errors import PolicyError
 from evals.sequential import POCOCK
 
@@ -122,19 +123,11 @@ class Policy(Frozen):
 def load_policy(path: Path | str) -> Policy:
     """Read a policy file. PolicyError names the key and the value that is wrong."""
     path = Path(path)
-    try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise PolicyError(f"cannot read policy {path}: {error.strerror}", "Give the path of a YAML file.") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise PolicyError(f"{path} is not YAML: {' '.join(str(error).split())[:200]}", "See examples/policy.yaml."
-                          ) from error
-    if not isinstance(content, dict):
-        raise PolicyError(f"{path} holds {type(content).__name__}, not a mapping", "See examples/policy.yaml.")
+    content = read_yaml(path, PolicyError, "Give a policy file; see examples/policy.yaml.")
     try:
         return Policy.model_validate(content)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"]) or "policy"
-        raise PolicyError(f"{path}: {place}: {first['msg']} (found {first['input']!r})", "See examples/policy.yaml."
-                          ) from error
+        raise PolicyError(f"{path}: {place}: {first['msg']} (found {shown(first['input'])})",
+                          "See examples/policy.yaml.") from error

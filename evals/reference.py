@@ -21,6 +21,7 @@ from pydantic import Field, ValidationError
 
 from calib.artifact import canonical_json, sha256_hex, write_atomic
 from calib.scheme import Frozen
+from calib.yaml_text import read_yaml
 from evals.errors import ComparisonError, PolicyError
 from evals.report import Accuracy, Estimate, EvalReport
 from evals.statistics import clustered_estimate
@@ -112,11 +113,8 @@ def _short(value: object) -> str:
 def load_reference(path: Path) -> Reference:
     """PolicyError when the file is missing or is no reference."""
     try:
-        return Reference.model_validate(yaml.safe_load(path.read_text(encoding="utf-8")))
-    except OSError as error:
-        raise PolicyError(f"cannot read reference {path}: {error.strerror}",
-                          "Make it with `toolkit gate update-reference`.") from error
-    except (yaml.YAMLError, UnicodeDecodeError, ValidationError) as error:
+        return Reference.model_validate(read_yaml(path, PolicyError, "Make it with `toolkit gate update-reference`."))
+    except ValidationError as error:
         raise PolicyError(f"{path} is no reference: {' '.join(str(error).split())[:200]}",
                           "Restore it, or make it with `toolkit gate update-reference`.") from error
 

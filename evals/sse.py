@@ -115,7 +115,7 @@ async def _exchange(endpoint: Endpoint, body: dict[str, Any], answer: Answer, cl
 async def _head(reader: asyncio.StreamReader) -> dict[str, str]:
     """Headers by lower-case name; the failure ``status`` unless 200."""
     words = (await _line(reader)).split(None, 2)
-    if len(words) < 2 or not words[0].startswith("HTTP/1.") or not words[1].isdigit():
+    if len(words) < 2 or not words[0].startswith("HTTP/1.") or not words[1].isdecimal():
         raise _BadError("malformed", f"no HTTP status: {' '.join(words)!r}")
     headers: dict[str, str] = {}
     while text := (await _line(reader)).strip():
@@ -150,7 +150,7 @@ async def _body(reader: asyncio.StreamReader, headers: dict[str, str]) -> AsyncI
                 return
             yield await reader.readexactly(length)
             await reader.readexactly(2)
-    left = int(headers["content-length"]) if headers.get("content-length", "").isdigit() else None
+    left = int(headers["content-length"]) if headers.get("content-length", "").isdecimal() else None
     while left is None or left > 0:
         piece = await reader.read(LINE_BYTES if left is None else min(left, LINE_BYTES))
         if not piece:

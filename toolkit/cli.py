@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import sqlite3
 import sys
 import traceback
 import warnings
@@ -19,7 +20,7 @@ from pathlib import Path
 
 import typer
 
-from calib.errors import ENVIRONMENT, USAGE, ToolkitError
+from calib.errors import ENVIRONMENT, USAGE, ToolkitError, shown
 from toolkit.commands import (
     build,
     data,
@@ -102,14 +103,20 @@ def _foreseen(error: Exception) -> tuple[str, str, str, int] | None:
     if isinstance(error, ImportError) and error.name and error.name.partition(".")[0] not in _ROOMS:
         return ("missing_package", f"package {error.name!r} is not installed, or is broken: {error}",
                 "Install the toolkit again: make install", ENVIRONMENT)
+    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "not enough memory" in str(error)):
+        return ("memory", "there is not enough memory for this", "Free memory, or ask for less: a smaller batch, "
+                "shorter texts, a smaller model.", ENVIRONMENT)
+    if isinstance(error, sqlite3.Error):
+        return ("store", f"the store cannot be used: {error}", "Free disk space if it is full; move toolkit.db out of "
+                "home if it is damaged: artifacts stay, and a new store is made.", ENVIRONMENT)
     if isinstance(error, OSError) and error.strerror:
-        place = f" ({error.filename})" if error.filename else ""
+        place = f" ({shown(str(error.filename), 200)[1:-1]})" if error.filename else ""
         return ("environment", f"{error.strerror}{place}", "Check the path, its permissions and the free space.",
                 ENVIRONMENT)
     if type(error).__name__ == "ValidationError" and hasattr(error, "errors"):
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"]) or error.title  # type: ignore[attr-defined]
-        return "usage", f"{place}: {first['msg']} (found {first.get('input')!r})", "Correct the value.", USAGE
+        return "usage", f"{place}: {first['msg']} (found {shown(first.get('input'))})", "Correct the value.", USAGE
     return None
 
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
 from pydantic import Field, ValidationError, field_validator, model_validator
 
+from calib.errors import shown
 from calib.scheme import Frozen
+from calib.yaml_text import read_yaml
 from toolkit.errors import JobError
 from toolkit.home import Home
 
@@ -117,12 +118,7 @@ def load_job(path: Path) -> Job:
     """Read a job file. JobError names the key and what is wrong with its value."""
     if not path.is_file():
         raise JobError(f"there is no job file {path}", "Give a YAML file, such as examples/demo.yaml.")
-    try:
-        content: Any = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise JobError(f"{path} is not YAML: {' '.join(str(error).split())}", "Correct the file.") from error
-    if not isinstance(content, dict):
-        raise JobError(f"{path} holds {type(content).__name__}, not a mapping", "Begin with `name: ...`.")
+    content = read_yaml(path, JobError, "Correct the file; it begins with `name: ...`.")
     try:
         return Job.model_validate(content)
     except ValidationError as error:
@@ -140,7 +136,7 @@ def _first_fault(path: Path, error: ValidationError) -> tuple[str, str]:
         known = sorted(getattr(model, "model_fields", {}))
         return f"{path}: unknown key {place!r}", f"Known here: {', '.join(known)}." if known else "Remove it."
     message = first["msg"].removeprefix("Value error, ")
-    found = "" if first["type"] in ("value_error", "missing") else f" (found {first['input']!r})"
+    found = "" if first["type"] in ("value_error", "missing") else f" (found {shown(first['input'])})"
     return f"{path}: {place}: {message}{found}", "Correct the job file."
 
 

@@ -51,10 +51,10 @@ def plan_of(options: EndpointOptions) -> LoadPlan:
         "rate": _numbers(options.rate, float, "--rate"), "burstiness": options.burstiness,
         "requests": options.requests}
     if options.lengths:
-        parts = options.lengths.lower().split("x")
-        if len(parts) != 2 or not all(part.isdigit() for part in parts):
+        parts = re.fullmatch(r"([0-9]{1,9})x([0-9]{1,9})", options.lengths.strip().lower())
+        if not parts:
             raise UsageError(f"--lengths {options.lengths!r} is not input x output tokens", "Write it like 512x64.")
-        load |= {"isl": int(parts[0]), "osl": int(parts[1])}
+        load |= {"isl": int(parts[1]), "osl": int(parts[2])}
     return LoadPlan.model_validate({
         "name": "sweep", "tokenizer": options.tokenizer, "loads": [load], "repeats": options.repeats,
         "warmup": options.warmup, "seed": options.seed, "objectives": objectives_of(options.slo),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
+from calib.errors import shown
 from toolkit.errors import UsageError
 
 KvCache = Literal["bf16", "fp8"]
@@ -29,15 +31,15 @@ _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**
 
 def parse_bytes(text: str) -> int:
     """``2GB``, ``1500MiB`` or plain bytes; UsageError otherwise."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-zA-Z]*)", text.strip())
+    found = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([a-zA-Z]*)", text.strip())
     if not found or found[2].lower() not in _UNITS:
         raise UsageError(f"{text!r} is not a size", "Write it like 2GB, 1500MiB, 80%, or in bytes.")
-    return int(float(found[1]) * _UNITS[found[2].lower()])
+    return int(Decimal(found[1]) * _UNITS[found[2].lower()])
 
 
 def parse_memory(text: str, total: Callable[[], int]) -> int:
     """A size as ``parse_bytes`` reads it, or a share of ``total()`` bytes: ``80%``. UsageError otherwise."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text.strip())
+    found = re.fullmatch(r"([0-9]{1,3}(?:\.[0-9]{1,9})?)\s*%", text.strip())
     if not found:
         return parse_bytes(text)
     if not 0 < float(found[1]) <= 100:
@@ -49,8 +51,8 @@ def parse_cells(text: str) -> list[tuple[int, int, int]]:
     """``1x64x32,8x64x32``: batch x input tokens x output tokens."""
     cells = []
     for part in text.split(","):
-        numbers = part.strip().lower().split("x")
-        if len(numbers) != 3 or not all(number.isdigit() and int(number) > 0 for number in numbers):
-            raise UsageError(f"{part!r} is not a cell", "Write batch x input x output, like 8x64x32.")
-        cells.append((int(numbers[0]), int(numbers[1]), int(numbers[2])))
+        found = re.fullmatch(r"([0-9]{1,9})x([0-9]{1,9})x([0-9]{1,9})", part.strip().lower())
+        if not found or not all(map(int, found.groups())):
+            raise UsageError(f"{shown(part)} is not a cell", "Write batch x input x output, like 8x64x32.")
+        cells.append((int(found[1]), int(found[2]), int(found[3])))
     return cells

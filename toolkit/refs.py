@@ -7,12 +7,12 @@ is none of these is refused with the nearest one known.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 from calib.artifact import MANIFEST, Artifact
 from calib.errors import UnknownNameError
+from calib.json_text import parse_object
 from toolkit.errors import NoRunError, UsageError
 from toolkit.home import Home
 from toolkit.store import RunStore
@@ -82,9 +82,6 @@ def _path(name: str, path: Path) -> Ref:
     config = path / "config.json"
     if not config.is_file():
         raise UsageError(f"{path} holds neither {MANIFEST} nor config.json", "Give a model, checkpoint or engine.")
-    try:
-        settings = json.loads(config.read_bytes())
-    except ValueError as error:
-        raise UsageError(f"{config} is not JSON: {error}", "Copy the model again.") from error
+    settings = parse_object(config.read_bytes(), str(config), UsageError, "Copy the model again.")
     quantized = "quantization_config" in settings or (path / "hf_quant_config.json").is_file()
     return Ref(name, "quantized-checkpoint" if quantized else "model", path)

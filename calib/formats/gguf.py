@@ -111,7 +111,7 @@ def _hf_name(name: str) -> str:
         return _HEAD[name]
     block, _, rest = name.partition("blk.")[2].partition(".")
     stem, _, suffix = rest.partition(".")
-    if not block.isdigit() or stem not in _LAYER or suffix != "weight":
+    if not block.isdecimal() or stem not in _LAYER or suffix != "weight":
         raise CalibError(f"the GGUF file has a tensor {name}, which no Llama has",
                          "Use the Hugging Face folder instead.")
     return f"model.layers.{block}.{_LAYER[stem]}.weight"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from safetensors.torch import save_file
 from transformers.utils import logging
 
 from calib.errors import ENVIRONMENT, CalibError
+from calib.json_text import parse_object
 from calib.layers import natural_key
 from calib.scheme import BF16, Grid, Scheme
 
@@ -29,8 +31,9 @@ SINGLE = "model.safetensors"
 SHARD_BYTES = 2 * 1024**3
 _QUANTIZED = {"weight_scale", "weight_packed", "qweight", "qzeros"}
 _HEADER_LIMIT = 100 * 1024 * 1024
-DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "I64": 8, "I32": 4, "I16": 2,
-               "I8": 1, "U8": 1, "BOOL": 1}
+_AGAIN = "Copy or download this file again."
+DTYPE_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "F8_E8M0": 1, "I64": 8, "I32": 4,
+               "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1}
 
 
 class MissingWeightsError(CalibError):
@@ -51,41 +54,79 @@ class TensorMeta:
 
 
 def read_header(path: Path) -> dict[str, TensorMeta]:
-    """Names, dtypes and shapes of one safetensors file. MissingWeightsError when it is truncated or damaged."""
-    hint = "Copy or download this file again."
+    """Names, dtypes and shapes of one safetensors file, its header believed in nothing.
+
+    MissingWeightsError when the file is truncated, or its header is no JSON, names a tensor twice, or describes tensors
+    that overlap, leave a gap, or have other than ``dtype x shape`` bytes.
+    """
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
             raw = file.read(8)
             length = struct.unpack("<Q", raw)[0] if len(raw) == 8 else -1
             if not 0 < length <= min(_HEADER_LIMIT, size - 8):
-                raise MissingWeightsError(f"{path} is no whole safetensors file ({size} bytes)", hint)
-            header = json.loads(file.read(length))
+                raise MissingWeightsError(f"{path} is no whole safetensors file ({size} bytes)", _AGAIN)
+            text = file.read(length)
     except FileNotFoundError as error:
         raise MissingWeightsError(f"{path} is missing", "Copy or download the model folder again.") from error
-    except ValueError as error:
-        raise MissingWeightsError(f"{path} has a damaged header: {error}", hint) from error
-    entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-    end = 8 + length + max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-    if end != size:
-        raise MissingWeightsError(f"{path} is truncated: {size} bytes, its header promises {end}", hint)
-    return {name: TensorMeta(entry["dtype"], tuple(entry["shape"]),
-                             entry["data_offsets"][1] - entry["data_offsets"][0], path.name)
-            for name, entry in entries.items()}
+    except OSError as error:
+        raise MissingWeightsError(f"{path} cannot be read: {error.strerror or error}", _AGAIN) from error
+    header = parse_object(text, f"the header of {path}", MissingWeightsError, _AGAIN, unique=True)
+    found = {name: _tensor_meta(path, name, entry) for name, entry in header.items() if name != "__metadata__"}
+    _check_places(path, {name: header[name]["data_offsets"] for name in found}, 8 + length, size)
+    return found
+
+
+def _tensor_meta(path: Path, name: str, entry: Any) -> TensorMeta:
+    """One header entry. MissingWeightsError when it is malformed or its bytes are not its dtype times its shape."""
+    fields = entry if isinstance(entry, dict) else {}
+    dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
+    if not _counts(shape) or not _counts(offsets) or len(offsets) != 2 or not isinstance(dtype, str):
+        raise MissingWeightsError(f"{path} has a damaged header: the entry of {name} has no dtype, shape and offsets",
+                                  _AGAIN)
+    if dtype not in DTYPE_BYTES:
+        raise MissingWeightsError(f"{path}: {name} has the unknown dtype {dtype!r}", _AGAIN)
+    begin, end = offsets
+    if end - begin != math.prod(shape) * DTYPE_BYTES[dtype]:
+        raise MissingWeightsError(f"{path} has a damaged header: {name} is {dtype} {shape} and takes {end - begin} "
+                                  "bytes", _AGAIN)
+    return TensorMeta(dtype, tuple(shape), end - begin, path.name)
+
+
+def _counts(value: Any) -> bool:
+    return isinstance(value, list) and all(type(part) is int and part >= 0 for part in value)
+
+
+def _check_places(path: Path, places: Mapping[str, list[int]], start: int, size: int) -> None:
+    """The tensors lie one behind the other and fill the file: anything else is a cut file or a lying header."""
+    end = 0
+    for name, (begin, stop) in sorted(places.items(), key=lambda item: item[1]):
+        if begin != end:
+            raise MissingWeightsError(f"{path} has a damaged header: {name} begins at {begin}, the tensor before it "
+                                      f"ends at {end}", _AGAIN)
+        end = stop
+    if start + end != size:
+        raise MissingWeightsError(f"{path} is truncated: {size} bytes, its header promises {start + end}", _AGAIN)
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a model folder. CalibError when it is missing or no object."""
     try:
-        value = json.loads(path.read_bytes())
+        return parse_object(path.read_bytes(), str(path), CalibError)
     except FileNotFoundError as error:
         raise CalibError(f"{path} is missing", "A model folder holds config.json, weights and tokenizer files."
                          ) from error
-    except ValueError as error:
-        raise CalibError(f"{path} is not JSON: {error}", "Copy or download this file again.") from error
-    if not isinstance(value, dict):
-        raise CalibError(f"{path} holds no JSON object", "Copy or download this file again.")
-    return value
+
+
+def _read_index(path: Path) -> dict[str, str]:
+    """Tensor -> file of a sharded folder. A file is a plain name: an index cannot reach outside its folder."""
+    placed = parse_object(path.read_bytes(), str(path), MissingWeightsError, _AGAIN, unique=True).get("weight_map")
+    if not isinstance(placed, dict) or not placed:
+        raise MissingWeightsError(f"{path} has no weight_map", _AGAIN)
+    for tensor, name in placed.items():
+        if not isinstance(name, str) or name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
+            raise MissingWeightsError(f"{path} places {tensor} in {name!r}, which is no file of the folder", _AGAIN)
+    return placed
 
 
 class Shards(Mapping[str, TensorMeta]):
@@ -93,18 +134,19 @@ class Shards(Mapping[str, TensorMeta]):
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        if (folder / INDEX).is_file():
-            placed: dict[str, str] = read_json(folder / INDEX).get("weight_map", {})
-            files = sorted(set(placed.values()))
-        else:
-            placed, files = {}, [SINGLE]
+        placed = _read_index(folder / INDEX) if (folder / INDEX).is_file() else {}
         self._meta: dict[str, TensorMeta] = {}
-        for name in files:
-            self._meta |= read_header(folder / name)
-        absent = sorted(set(placed) - set(self._meta))
-        if absent:
-            raise MissingWeightsError(f"{folder}: tensor {absent[0]} is in the index but in no file",
-                                      "Copy or download the model folder again.")
+        for name in sorted(set(placed.values())) or [SINGLE]:
+            for tensor, meta in read_header(folder / name).items():
+                if tensor in self._meta:
+                    other = self._meta[tensor].file
+                    raise MissingWeightsError(f"{folder}: tensor {tensor} is in {other} and in {name}",
+                                              "Copy or download the model folder again.")
+                self._meta[tensor] = meta
+        for tensor, name in sorted(placed.items()):
+            if tensor not in self._meta or self._meta[tensor].file != name:
+                raise MissingWeightsError(f"{folder}: the index places tensor {tensor} in {name}, which does not hold "
+                                          "it", "Copy or download the model folder again.")
         self._order = sorted(self._meta, key=natural_key)
 
     def __getitem__(self, name: str) -> TensorMeta:

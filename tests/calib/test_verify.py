@@ -70,7 +70,7 @@ def test_faults_that_keep_it_from_opening(foreign, tmp_path):
 def test_a_wrong_tokenizer_is_a_fault(foreign):
     config = json.loads((foreign / "config.json").read_text())
     (foreign / "config.json").write_text(json.dumps(config | {"vocab_size": 1000}))
-    assert [fault.code for fault in verify_checkpoint(foreign)] == ["tokenizer"]
+    assert [fault.code for fault in verify_checkpoint(foreign)] == ["wrong_shape", "tokenizer"]
 
 
 def test_a_flipped_byte_is_found_by_its_hash(sound, tmp_path):

@@ -71,7 +71,7 @@ async def read_body(request: Request, options: ServeOptions) -> bytes:
         raise bad("compressed bodies are not taken", "Content-Encoding")
     most = options.max_body_bytes
     length = request.headers.get("content-length", "0")
-    if not length.isdigit() or int(length) > most:
+    if not length.isdecimal() or len(length) > 18 or int(length) > most:
         raise _too_large(length, most)
     parts: list[bytes] = []
     size = 0

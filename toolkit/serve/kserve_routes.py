@@ -66,7 +66,7 @@ class KserveRoutes:
         self._checked(name, version)
         options = self._service.options
         body, header = await read_body(request, options), request.headers.get("inference-header-content-length")
-        if header is not None and not header.isdigit():
+        if header is not None and (not header.isdecimal() or len(header) > 18):
             raise bad(f"Inference-Header-Content-Length is {header[:40]!r}")
 
         async def work() -> Response:
