@@ -14,8 +14,9 @@ from typing import Any
 
 from calib.architecture import check_weights, expected_shapes
 from calib.checkpoint import QuantizedCheckpoint, quantization_of
+from calib.config import read_config
 from calib.errors import CalibError
-from calib.formats.hf import INDEX, SINGLE, read_json
+from calib.formats.hf import INDEX, SINGLE
 from calib.layers import family_of, natural_key
 
 
@@ -31,7 +32,7 @@ class Outline:
 
 def outline_of(folder: Path) -> Outline:
     """CalibError for an unsupported architecture, a model that is quantized already, or an incomplete config."""
-    config = read_json(folder / "config.json")
+    config = read_config(folder)
     if not any((folder / name).is_file() for name in (INDEX, SINGLE)):
         if quantization_of(folder, config) is not None:
             raise CalibError(f"{folder} describes a quantized model", "Give the unquantized model.")
