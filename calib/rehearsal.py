@@ -6,8 +6,10 @@ the recipe, rows and length that are planned, on Llamas of one and four layers a
 
     seconds = fixed + per_weight * weights of all layers + per_head * vocabulary * hidden
 
-The first run's excess over the second is what a process pays once (imports, first calls). Its peak of anonymous memory,
-less what the formula of ``calib/estimates.py`` says of so small a model, is what the libraries take. The result is kept
+The first run's excess over the second is what a process pays once (imports, first calls). The peak of anonymous memory,
+less what ``calib/estimates.py`` says of so small a model, is what the libraries take. What a recipe keeps
+in bf16 is counted as if it were quantized; for ``protect``, whose cost grows with the square of the layers, no time is
+said. The result is kept
 under a key of everything it depends on: recipe, sizes, processor, threads, package versions and this package's sources.
 """
 
@@ -34,7 +36,8 @@ from calib.random_model import Shape, calibration_set, sentences, write_model
 from calib.recipe import Recipe
 from calib.scheme import Frozen
 
-_LENGTH_LIMIT = 2048
+#: What runs in the fresh process.
+MODULE = "calib.rehearsal"
 
 
 class RehearsalError(CalibError):
@@ -64,26 +67,35 @@ def estimate(plan: CalibrationPlan, rows: int, length: int, cache: Path | None =
     head = next((module.shape for module in plan.modules if module.name == "lm_head"), (0, 0))
     weights = sum(module.shape[0] * module.shape[1] for module in plan.modules if ".layers." in module.name)
     seconds = found.fixed + found.per_weight * weights + found.per_head * head[0] * head[1]
-    memory = {name: found.base_bytes + working_bytes(plan.sizes, plan.recipe, length, layerwise=mode)
-              for name, mode in (("whole", False), ("layers", True))}
-    return plan.model_copy(update={"seconds": round(seconds, 1), "memory_bytes":
-                                   memory["layers" if plan.layerwise else "whole"]})
+    memory = found.base_bytes + working_bytes(plan.sizes, plan.recipe, length, layerwise=plan.layerwise)
+    return plan.model_copy(update={"seconds": None if plan.recipe.protect else round(seconds, 1),
+                                   "memory_bytes": memory})
+
+
+def _asked(plan: CalibrationPlan, rows: int, length: int) -> dict[str, Any]:
+    """What is rehearsed: the recipe on every module, whatever it keeps or protects of the planned model."""
+    recipe = plan.recipe.model_copy(update={"keep": (), "protect": 0})
+    return {"recipe": recipe.model_dump(mode="json"), "kv": _kv_name(plan), "rows": rows, "length": length,
+            "layerwise": plan.layerwise}
+
+
+def kept_at(plan: CalibrationPlan, rows: int, length: int, cache: Path) -> Path:
+    """Where the rehearsal of a plan is kept: named by everything that it depends on."""
+    key = sha256_hex(canonical_json({**_asked(plan, rows, length), "machine": _machine(),
+                                     "versions": installed_versions(), "sources": _sources()}))
+    return cache / f"{key[:24]}.json"
 
 
 def rehearsal_of(plan: CalibrationPlan, rows: int, length: int, cache: Path | None) -> Rehearsal:
-    """Found in ``cache`` under its key, or made now (some seconds). RehearsalError when it cannot be made."""
-    asked = {"recipe": plan.recipe.model_dump(mode="json"), "kv": _kv_name(plan), "rows": rows, "length": length,
-             "layerwise": plan.layerwise}
-    key = sha256_hex(canonical_json({**asked, "machine": _machine(), "versions": installed_versions(),
-                                     "sources": _sources()}))
-    kept = None if cache is None else cache / f"{key[:24]}.json"
+    """Found in ``cache``, or made now (some seconds). RehearsalError when it cannot be made."""
+    kept = None if cache is None else kept_at(plan, rows, length, cache)
     if kept is not None and kept.is_file():
         return Rehearsal.model_validate_json(kept.read_bytes())
-    done = subprocess.run([sys.executable, "-m", "calib.rehearsal", canonical_json(asked).decode()], text=True,
-                          capture_output=True, cwd=Path(__file__).resolve().parent.parent)
+    done = subprocess.run([sys.executable, "-m", MODULE, canonical_json(_asked(plan, rows, length)).decode()],
+                          text=True, capture_output=True, cwd=Path(__file__).resolve().parent.parent)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise RehearsalError(f"the rehearsal of {plan.recipe.name} failed: {last}", "Plan with --no-rehearsal.")
+        raise RehearsalError(f"the rehearsal of {plan.recipe.name} failed: {last}", "Plan with --no-rehearse.")
     found = Rehearsal.model_validate_json(done.stdout.splitlines()[-1])
     if kept is not None:
         kept.parent.mkdir(parents=True, exist_ok=True)
@@ -140,8 +152,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="One rehearsal, asked for as JSON; prints it as JSON.")
     parser.add_argument("asked")
     asked = json.loads(parser.parse_args().asked)
-    found = _rehearse(Recipe.model_validate(asked["recipe"]), asked["kv"], asked["rows"],
-                      min(asked["length"], _LENGTH_LIMIT), asked["layerwise"])
+    found = _rehearse(Recipe.model_validate(asked["recipe"]), asked["kv"], asked["rows"], asked["length"],
+                      asked["layerwise"])
     print(found.model_dump_json())
 
 

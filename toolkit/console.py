@@ -1,8 +1,8 @@
 """How the toolkit speaks in a terminal: progress with an ETA, tables with aligned numbers.
 
 Progress goes to stderr. On a terminal it is a rich bar; elsewhere (a log, CI) a line when a stage begins and then one
-every 30 s. The ETA is the rate since the stage began, carried forward; where a stage does not say how much there is,
-no ETA is invented.
+every 30 s. The ETA is the rate since the stage began here (it may have been resumed), carried forward; where a stage
+does not say how much there is, no ETA is invented.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Watcher:
         self._task: TaskID | None = None
         self._last: Progress | None = None
         self._stage = ""
-        self._began = self._spoke = 0.0
+        self._began = self._spoke = self._first = 0.0
 
     def _make_bars(self) -> Bars:
         return Bars(SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(bar_width=28),
@@ -87,7 +87,7 @@ class Watcher:
             return
         if event.stage != self._stage:
             self._close_stage()
-            self._stage, self._began, self._spoke = event.stage, event.at, 0.0
+            self._stage, self._began, self._spoke, self._first = event.stage, event.at, 0.0, event.done
         if self._bars:
             self._draw(self._bars, event)
         elif not self._spoke or time.monotonic() - self._spoke >= EVERY_S:
@@ -114,8 +114,9 @@ class Watcher:
     def _line(self, event: Progress) -> str:
         eta = ""
         spent = event.at - self._began
-        if event.total and event.done and spent > 0:
-            eta = f", about {duration(spent * (event.total - event.done) / event.done)} left"
+        passed = event.done - self._first  # a resumed stage does not begin at zero
+        if event.total and passed > 0 and spent > 0:
+            eta = f", about {duration(spent * (event.total - event.done) / passed)} left"
         return f"{event.stage}: {_count(event)}{eta}{'  ' + event.message if event.message else ''}"
 
 

@@ -48,7 +48,7 @@ def test_extends_changes_only_the_lines_that_differ(tmp_path):
     ("extends: int8\nalphas: [0.5, 1.5]", "alphas"), ("extends: fp8\ngroup_sizes: [64]", "group_sizes"),
     ("extends: int8\nlayout: modelopt", "modelopt"), ("extends: bf16\nprotect: 2", "protect"),
     ("extends: int4_awq\nlayout: compressed-tensors", "pre_quant_scale"), ("- a", "mapping"), ("a: [", "not YAML"),
-    ("extends: int8\nactivation: {dtype: int8}", "dynamic")])
+    ("extends: int8\nactivation: null", "smooth")])
 def test_a_wrong_or_ineffective_setting_is_refused(tmp_path, text, what):
     with pytest.raises(CalibError, match=what):
         load_recipe(written(tmp_path / "mine.yaml", text))

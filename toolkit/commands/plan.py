@@ -38,8 +38,9 @@ def register(app: typer.Typer) -> None:
             folder = model_folder(shop, resolve(model, session.home, store, offline=session.offline))
             found = make_plan(folder, chosen, kv_cache=kv_cache, length=length, tp=tp, layerwise=layerwise,
                               memory=bound)
-        if rehearse and not chosen.needs_hardware:
+        rehearsed = rehearse and not chosen.needs_hardware
+        if rehearsed:
             from calib.rehearsal import estimate
 
             found = estimate(found, rows, length, session.home.path / "rehearsals")
-        session.show(found.model_dump(mode="json"), [str(folder)], *plan_parts(found))
+        session.show(found.model_dump(mode="json"), [str(folder)], *plan_parts(found, rehearsed))

@@ -112,7 +112,7 @@ def reference_parts(old: Reference | None, new: Reference) -> list[RenderableTyp
     return [table, Text(f"reason: {new.reason}")]
 
 
-def plan_parts(plan: CalibrationPlan) -> list[RenderableType]:
+def plan_parts(plan: CalibrationPlan, rehearsed: bool = False) -> list[RenderableType]:
     """The dry run: facts, modules (layers folded into one line), who loads the result, warnings."""
     facts = [("model", f"{plan.model}  {plan.architecture}, {plan.parameters / 1e6:,.0f} M parameters, "
               f"{plan.num_layers} layers"),
@@ -122,9 +122,8 @@ def plan_parts(plan: CalibrationPlan) -> list[RenderableType]:
              ("weights from", plan.source_grid or "the model's own precision"),
              ("size", f"{words.size(plan.size_bytes)} of {words.size(plan.bf16_bytes)} in bf16 ({plan.layout} layout)"),
              ("layer by layer", f"{'yes' if plan.layerwise else 'no'}: {plan.layerwise_reason}"),
-             ("memory", f"about {words.size(plan.memory_bytes)}" + ("" if plan.seconds is not None else
-                                                                   " beside what the libraries take")),
-             ("time", "not measured (--no-rehearse)" if plan.seconds is None else
+             ("memory", f"about {words.size(plan.memory_bytes)}{'' if rehearsed else ' beside the libraries'}"),
+             ("time", "not said: not rehearsed, or the recipe protects layers" if plan.seconds is None else
               f"about {duration(plan.seconds)}, measured on small models here")]
     if plan.tp > 1:
         facts.append(("devices", f"groups and heads divide over {plan.tp}"))

@@ -1,0 +1,196 @@
+"""Do plans keep their word? Planned against measured time, memory and disk; and what a plan says of models one knows.
+
+    python -m benchmarks.plans [--shape small medium] [--recipe fp8 int8 int4_awq] [--json FILE] [--doc docs/plans.md]
+
+*Measured*: random Llamas are calibrated in fresh processes, by each recipe, as a whole and layer by layer. Time and
+peak of anonymous memory come from the checkpoint's own evidence, disk from its files. The plan is made first, with
+its rehearsal. Asked: time within 35 %, memory within 10 %, disk to the byte. A shape's cells may be measured one call
+at a time (``--shape``, ``--recipe``); ``--merge`` keeps the cells that a JSON file of the same device holds.
+
+*Known models*: plans from their published config.json alone, no weights; what is not supported is refused, and the
+table says in which words.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.known_models import KNOWN
+from calib.artifact import Artifact
+from calib.calibrate import quantize
+from calib.dataset import CalibrationSet
+from calib.errors import ToolkitError
+from calib.plan import CalibrationPlan, LayerwiseChoice, make_plan
+from calib.random_model import Shape, calibration_set, sentences, write_model
+from calib.recipe import load_recipe
+from calib.rehearsal import estimate
+from evals.bench import BenchCell, cell_of, device_name, table, write_cells
+
+SHAPES = {"small": Shape(hidden=512, inter=1536, layers=12, heads=8, kv_heads=4, vocab=8192),
+          "medium": Shape(hidden=1024, inter=2816, layers=14, heads=16, kv_heads=4, vocab=16384),
+          "large": Shape(hidden=1536, inter=4096, layers=24, heads=12, kv_heads=4, vocab=32768)}
+MODES: tuple[LayerwiseChoice, ...] = ("off", "on")
+TIME_WITHIN, MEMORY_WITHIN = 0.35, 0.10
+LENGTH = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """One calibration: what was planned, and what it took."""
+
+    name: str
+    plan: CalibrationPlan
+    seconds: float
+    memory: int
+    disk: int
+
+
+def compare(model: Path, calibration: Path, shape: str, recipe: str, mode: LayerwiseChoice, work: Path, rows: int
+            ) -> Compared:
+    """Plan, calibrate in a fresh process, read what it took."""
+    out = work / "out"
+    planned = estimate(make_plan(model, load_recipe(recipe), length=LENGTH, layerwise=mode), rows, LENGTH,
+                       work / "rehearsals")
+    done = subprocess.run([sys.executable, "-m", "benchmarks.plans", "--one", str(model), str(calibration), recipe,
+                           str(out), mode], cwd=Path(__file__).parents[1])
+    if done.returncode:
+        raise SystemExit(f"calibrating {shape} by {recipe} failed")
+    artifact = Artifact.open(out)
+    evidence = json.loads(artifact.file("calibration.json").read_text())
+    disk = sum(path.stat().st_size for path in out.glob("*.safetensors"))
+    shutil.rmtree(out)
+    way = "layer by layer" if mode == "on" else "whole"
+    return Compared(f"{shape} {recipe} {way}", planned, evidence["seconds"], evidence["peak_anonymous_bytes"], disk)
+
+
+def cells_of(one: Compared) -> list[BenchCell]:
+    """Value: measured; peer: planned."""
+    return [cell_of(f"{one.name} time", [one.seconds], "s", peer=one.plan.seconds, peer_name="planned"),
+            cell_of(f"{one.name} memory", [one.memory / 1e6], "MB", peer=one.plan.memory_bytes / 1e6,
+                    peer_name="planned"),
+            cell_of(f"{one.name} disk", [one.disk], "bytes", peer=one.plan.size_bytes, peer_name="planned")]
+
+
+def known_rows(recipes: list[str]) -> list[list[str]]:
+    """What a plan says of each known model and recipe."""
+    rows = []
+    for name, config in KNOWN.items():
+        for recipe in recipes:
+            with tempfile.TemporaryDirectory() as folder:
+                place = Path(folder) / name
+                place.mkdir()
+                (place / "config.json").write_text(json.dumps(config))
+                try:
+                    plan = make_plan(place, load_recipe(recipe), memory=16 * 10**9, tp=2)
+                except ToolkitError as error:
+                    rows.append([name, "–", error.message.replace(str(place), name), "", "", "", ""])
+                    break
+            rows.append([name, recipe, f"{plan.parameters / 1e9:.2f} B", f"{plan.size_bytes:,}",
+                         f"{plan.memory_bytes / 1e9:.1f} GB", "yes" if plan.layerwise else "no",
+                         ", ".join(one.runtime for one in plan.loaders if one.loads)])
+    return rows
+
+
+def document(cells: list[dict[str, object]], device: str, recipes: list[str]) -> str:
+    """docs/plans.md from measured cells."""
+    lines = [_ABOUT, "## Planned against measured", "", f"Measured on {device}, random Llamas "
+             f"({', '.join(f'{name}: {shape.parameters / 1e6:.0f} M parameters' for name, shape in SHAPES.items())}), "
+             f"calibrated on rows of {LENGTH} tokens. Disk is compared to the byte.", "",
+             "| calibration | planned | measured | off by | asked |", "|---|---:|---:|---:|---:|"]
+    for cell in cells:
+        value, peer = float(str(cell["value"])), float(str(cell["peer"]))
+        exact = cell["unit"] == "bytes"
+        asked = "exact" if exact else f"{TIME_WITHIN if cell['unit'] == 's' else MEMORY_WITHIN:.0%}"
+        off = f"{value - peer:+,.0f} bytes" if exact else f"{peer / value - 1:+.0%}"
+        shown = f"{peer:,.0f} | {value:,.0f}" if exact else f"{peer:,.1f} {cell['unit']} | {value:,.1f} {cell['unit']}"
+        lines.append(f"| {cell['name']} | {shown} | {off} | {asked} |")
+    lines += ["", "## What a plan says of known models", "", "From their published config.json alone, with a bound of "
+              "16 GB on calibration's memory and two devices (`--memory 16GB --tp 2`). Memory is beside what the "
+              "libraries take.", "",
+              "| model | recipe | parameters | bytes on disk | memory | layer by layer | loads |",
+              "|---|---|---|---:|---:|---|---|"]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in known_rows(recipes))]) + "\n"
+
+
+_ABOUT = """# Plans
+
+`toolkit plan MODEL --recipe R` says what `toolkit quantize` would do, before anything runs; config.json alone will do.
+This page is written by `python -m benchmarks.plans`.
+
+- **Coverage, groups, cuts.** Every matrix with its scheme, or the reason why it is left. `--tp N` chooses a group
+  size that can still be cut over N devices, and refuses a cut through a group, a tile or a head, with what would
+  fit.
+- **Disk** is exact: names, dtypes and shapes of every tensor follow from the plan, and with them the files, headers
+  and all (`calib/sizes.py`). With `protect` it is the most it can be.
+- **Time and memory** are measured: the recipe is rehearsed on small random models in a fresh process, once for a
+  recipe, its settings, this machine and these versions (`calib/rehearsal.py`; kept in home). `--no-rehearse` leaves
+  it out.
+- **Layer by layer.** Above `--memory` (60 % of what is free, when nothing is said) calibration goes one decoder
+  layer at a time: the same checkpoint, bit for bit, in the memory of a layer and a shard (`calib/layerwise.py`). A
+  killed run goes on at the layer where it was. The smoothing strength of `int8` is chosen by sending the choose
+  text through all layers once per candidate. `protect`, the solved methods (`awq`, `gptq`, blocks) and a quantized
+  `lm_head` need the whole model; the plan says so.
+- **Who loads it**, from which version, and by which source.
+"""
+
+
+def measure(asked: argparse.Namespace) -> list[BenchCell]:
+    found: list[BenchCell] = []
+    with tempfile.TemporaryDirectory(dir=asked.work) as folder:
+        work = Path(folder)
+        for shape in asked.shape:
+            model = write_model(work / shape, SHAPES[shape], 2**30)
+            calibration_set(model, work / f"{shape}-set", asked.rows, LENGTH)
+            for recipe in asked.recipe:
+                for mode in asked.mode:
+                    found += cells_of(compare(model, work / f"{shape}-set", shape, recipe, mode, work, asked.rows))
+                    print(table(found[-3:]), flush=True)
+            shutil.rmtree(model)
+    return found
+
+
+def merged(path: Path, cells: list[BenchCell]) -> list[BenchCell]:
+    """The cells of ``path`` that were not measured anew, then the new ones. Refused across devices."""
+    if not path.is_file():
+        return cells
+    held = json.loads(path.read_text())
+    if held["device"] != device_name():
+        raise SystemExit(f"{path} was measured on {held['device']}")
+    names = {cell.name for cell in cells}
+    return [BenchCell.model_validate(cell) for cell in held["cells"] if cell["name"] not in names] + cells
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", nargs="*", choices=SHAPES, default=["small", "medium"])
+    parser.add_argument("--recipe", nargs="+", default=["fp8", "int8", "int4_awq"])
+    parser.add_argument("--mode", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--work", type=Path, help="folder for scratch [default: the system's temporary one]")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--merge", action="store_true")
+    parser.add_argument("--doc", type=Path, help="write the page from --json")
+    parser.add_argument("--one", nargs=5, help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.one:
+        model, calibration, recipe, out, mode = asked.one
+        quantize(model, load_recipe(recipe), Path(out), calibration=CalibrationSet.open(calibration),
+                 choose_texts=sentences(2, 60), layerwise=mode)
+        return
+    cells = measure(asked) if asked.shape else []
+    if asked.json and cells:
+        write_cells(asked.json, merged(asked.json, cells) if asked.merge else cells)
+    if asked.doc:
+        held = json.loads(asked.json.read_text())
+        asked.doc.write_text(document(held["cells"], held["device"], ["fp8", "int8", "int4_awq"]))
+
+
+if __name__ == "__main__":
+    main()

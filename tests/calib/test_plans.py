@@ -1,0 +1,164 @@
+"""Plans that keep their word: config.json alone, cuts over devices, layer by layer above a bound, rehearsals."""
+
+import json
+
+import pytest
+from tiny_llamas import tiny_llama
+
+from calib import rehearsal
+from calib.calibrate import quantize
+from calib.errors import CalibError
+from calib.formats.hf import MissingWeightsError
+from calib.parallel import ShardingError
+from calib.plan import make_plan
+from calib.recipe import load_recipe
+from calib.rehearsal import Rehearsal, RehearsalError, estimate
+
+LLAMA_8B = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096,
+            "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+            "vocab_size": 128256, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+            "tie_word_embeddings": False, "bos_token_id": 128000, "eos_token_id": 128001,
+            "rope_theta": 500000.0}
+LLAMA_70B = LLAMA_8B | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80,
+                        "num_attention_heads": 64}
+
+
+def config_only(folder, config):
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def eight(tmp_path_factory):
+    return config_only(tmp_path_factory.mktemp("plans") / "llama-8b", LLAMA_8B)
+
+
+def test_config_json_alone_will_do(eight):
+    plan = make_plan(eight, load_recipe("fp8"), memory=16 * 10**9)
+    assert plan.parameters == 8_030_261_248  # the published count
+    assert not plan.weights_here
+    assert any("config.json alone" in line for line in plan.warnings)
+    linear = 32 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336)
+    payload = linear + 2 * (8_030_261_248 - linear) + 2 * 4 * 7 * 32
+    assert payload < plan.size_bytes < payload + 2**17
+    assert plan.layerwise
+    assert "16.0 GB" in plan.layerwise_reason
+    assert plan.memory_bytes < 8 * 10**9 < 4 * plan.parameters
+
+
+def test_it_is_as_exact_as_with_weights(model_folder, tmp_path):
+    bare = config_only(tmp_path / "bare", json.loads((model_folder / "config.json").read_text()))
+    for recipe in ("bf16", "fp8", "int8", "int4_awq", "int4_gptq", "fp8_block"):
+        with_weights, without = (make_plan(folder, load_recipe(recipe)) for folder in (model_folder, bare))
+        assert without.size_bytes == with_weights.size_bytes
+        assert without.modules == with_weights.modules
+
+
+def test_a_model_without_weights_is_not_calibrated(model_folder, calibration, tmp_path):
+    bare = config_only(tmp_path / "bare", json.loads((model_folder / "config.json").read_text()))
+    with pytest.raises(MissingWeightsError, match=r"model\.safetensors is missing"):
+        quantize(bare, load_recipe("fp8"), tmp_path / "out", calibration=calibration)
+
+
+@pytest.mark.parametrize(("name", "kind"), [("DeepseekV3ForCausalLM", "deepseek_v3"),
+                                            ("Qwen3MoeForCausalLM", "qwen3_moe"), ("MambaForCausalLM", "mamba")])
+def test_what_is_not_supported_is_refused_by_name_with_the_list(tmp_path, name, kind):
+    folder = config_only(tmp_path / "m", LLAMA_8B | {"architectures": [name], "model_type": kind})
+    with pytest.raises(CalibError, match=name) as error:
+        make_plan(folder, load_recipe("fp8"))
+    assert "LlamaForCausalLM" in error.value.hint
+
+
+def test_groups_are_chosen_so_that_the_cut_divides(tmp_path):
+    assert make_plan(config_only(tmp_path / "seventy", LLAMA_70B), load_recipe("int4_awq"), tp=8).group_size == 128
+    odd = config_only(tmp_path / "odd", LLAMA_8B | {"intermediate_size": 11008})  # 11008 / 2 = 43 * 128, / 4 = 43 * 64
+    assert [make_plan(odd, load_recipe("int4_awq"), tp=tp).group_size for tp in (1, 2, 4, 8)] == [128, 128, 64, 32]
+
+
+def test_a_cut_through_a_group_or_a_head_is_refused_with_what_fits(tmp_path, eight):
+    odd = config_only(tmp_path / "odd", LLAMA_8B | {"intermediate_size": 11008})
+    (tmp_path / "r.yaml").write_text("extends: int4_awq\nname: r\ngroup_sizes: [128]\n")
+    with pytest.raises(CalibError, match=r"down_proj has 11008 inputs, 2752 on each of 4 devices"):
+        make_plan(odd, load_recipe(tmp_path / "r.yaml"), tp=4)
+    with pytest.raises(ShardingError, match="32 heads and 8 key-value heads") as error:
+        make_plan(eight, load_recipe("fp8"), tp=3)
+    assert "1, 2, 4, 8, 16, 32" in error.value.hint
+    with pytest.raises(ShardingError, match=r"tiles of 128") as error:
+        make_plan(odd, load_recipe("fp8_block"), tp=4)
+    assert "--tp 2" in error.value.hint
+
+
+def test_layer_by_layer_is_chosen_by_the_bound(model_folder):
+    recipe = load_recipe("int8")
+    assert make_plan(model_folder, recipe, memory=10**6).layerwise
+    assert "once per candidate" in make_plan(model_folder, recipe, memory=10**6).layerwise_reason
+    assert not make_plan(model_folder, recipe, memory=10**12).layerwise
+    assert make_plan(model_folder, recipe, layerwise="on").layerwise
+    assert not make_plan(model_folder, recipe, memory=10**6, layerwise="off").layerwise
+    plan = make_plan(model_folder, load_recipe("bf16"), memory=1)
+    assert not plan.layerwise
+    assert "one by one" in plan.layerwise_reason
+
+
+@pytest.mark.parametrize(("text", "why"), [("extends: fp8\nname: r\nprotect: 1\n", "whole model's loss"),
+                                           ("extends: bf16\nname: r\n", "calibrates nothing")])
+def test_what_cannot_go_layer_by_layer_says_why(model_folder, tmp_path, text, why):
+    (tmp_path / "r.yaml").write_text(text)
+    with pytest.raises(CalibError, match=why):
+        make_plan(model_folder, load_recipe(tmp_path / "r.yaml"), layerwise="on")
+    plan = make_plan(model_folder, load_recipe(tmp_path / "r.yaml"), memory=1)
+    assert not plan.layerwise
+
+
+def test_the_bound_alone_makes_it_go_layer_by_layer(model_folder, calibration, tmp_path):
+    made = quantize(model_folder, load_recipe("fp8"), tmp_path / "out", calibration=calibration, memory=10**6)
+    evidence = json.loads(made.artifact.file("calibration.json").read_text())
+    assert evidence["layerwise"] is True
+    assert evidence["peak_anonymous_bytes"] > 0
+
+
+def test_runtimes_are_named_with_version_and_source(eight):
+    found = {loader.runtime: loader for loader in make_plan(eight, load_recipe("fp8")).loaders}
+    assert (found["vLLM"].since, found["SGLang"].since, found["TensorRT-LLM"].since) == ("0.10.1", "0.4.10", "1.2.0")
+    assert all(loader.source for loader in found.values())
+    int4 = {loader.runtime: loader.loads for loader in make_plan(eight, load_recipe("int4_awq")).loaders}
+    assert (int4["vLLM"], int4["TensorRT-LLM"]) == (False, True)
+    int8 = {loader.runtime: loader.loads for loader in make_plan(eight, load_recipe("int8")).loaders}
+    assert (int8["vLLM"], int8["TensorRT-LLM"]) == (True, False)
+
+
+def test_a_rehearsal_is_kept_by_what_it_depends_on(model_folder, tmp_path, monkeypatch):
+    plan = make_plan(model_folder, load_recipe("bf16"))  # quick to rehearse: nothing is calibrated
+    first = estimate(plan, 2, 32, tmp_path)
+    assert first.seconds > 0
+    assert first.memory_bytes > plan.memory_bytes
+    [kept] = tmp_path.glob("*.json")
+    held = Rehearsal.model_validate_json(kept.read_bytes())
+    kept.write_text(held.model_copy(update={"fixed": 1000.0}).model_dump_json())
+    assert estimate(plan, 2, 32, tmp_path).seconds > 1000
+    monkeypatch.setattr(rehearsal, "_sources", lambda: "other")
+    assert rehearsal.kept_at(plan, 2, 32, tmp_path) != kept
+
+
+def test_a_time_that_cannot_be_rehearsed_is_not_said(model_folder, tmp_path, monkeypatch):
+    (tmp_path / "r.yaml").write_text("extends: fp8\nname: r\nprotect: 1\n")
+    plan = make_plan(model_folder, load_recipe(tmp_path / "r.yaml"))
+    held = Rehearsal(fixed=1.0, per_weight=1.0, per_head=0.0, base_bytes=5, took=1.0)
+    monkeypatch.setattr(rehearsal, "rehearsal_of", lambda *args: held)
+    assert estimate(plan, 2, 32).seconds is None
+    assert estimate(plan, 2, 32).memory_bytes == plan.memory_bytes + 5
+
+
+def test_a_rehearsal_that_fails_says_why(model_folder, monkeypatch):
+    plan = make_plan(model_folder, load_recipe("bf16"))
+    monkeypatch.setattr(rehearsal, "MODULE", "calib.no_such_module")
+    with pytest.raises(RehearsalError, match="no_such_module"):
+        estimate(plan, 2, 32)
+
+
+def test_a_tied_and_an_untied_model_are_counted_alike(tmp_path):
+    tied, apart = (make_plan(tiny_llama(tmp_path / str(tie), tie_word_embeddings=tie), load_recipe("fp8"))
+                   for tie in (True, False))
+    assert apart.parameters - tied.parameters == 264 * 64
+    assert apart.size_bytes - tied.size_bytes == pytest.approx(2 * 264 * 64, abs=128)
