@@ -38,7 +38,7 @@ class EngineJob(Frozen):
     """One row of the result: a recipe and a KV cache format."""
 
     recipe: str
-    kv_cache: Literal["bf16", "fp8"] = "bf16"
+    kv_cache: Literal["bf16", "fp8", "int8"] = "bf16"
 
 
 REFERENCE = EngineJob(recipe="bf16")

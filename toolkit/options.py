@@ -13,7 +13,7 @@ import typer
 from calib.errors import shown
 from toolkit.errors import UsageError
 
-KvCache = Literal["bf16", "fp8"]
+KvCache = Literal["bf16", "fp8", "int8"]
 RefArgument = Annotated[str, typer.Argument(metavar="REF", show_default=False, help="Folder, digest prefix, "
                                             "alias:NAME, or a model (what is missing is made).")]
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", show_default=False,

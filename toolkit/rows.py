@@ -10,7 +10,7 @@ from typing import Protocol
 from calib.scheme import Grid
 from evals.report import Cell, EvalReport, LatencySweep, Row, Verdict
 
-_KV = {"bf16": "bf16", "fp8_e4m3": "fp8"}
+_KV = {"bf16": "bf16", "fp8_e4m3": "fp8", "int8": "int8"}
 
 
 class EngineFacts(Protocol):
