@@ -9,6 +9,8 @@ of the vocabulary, so a loss may differ from the whole model's in its last digit
 
 from __future__ import annotations
 
+import gc
+
 import torch
 from torch.nn import functional
 
@@ -31,12 +33,12 @@ def choose_alpha(work: LayerWork, choose: torch.Tensor, measure: Measure) -> flo
     for layer in layers:
         if not work.trials.has("statistics", layer):
             _collect(work, layer, alphas, len(trials))
+            gc.collect()  # as in layerwise: a quantized module refers to itself
         work.trials.drop_hidden(layer)
     losses: dict[float, float] = {}
     for index, alpha in enumerate(alphas if trials else []):
         work.report(Progress("choose smoothing", index, len(alphas), "strength"))
         losses[alpha] = measure(f"alpha {alpha:g}", lambda alpha=alpha: _loss(work, alpha, trials))  # type: ignore[misc]
-    work.trials.drop_hidden(work.plan.num_layers)
     return min(alphas, key=lambda alpha: losses.get(alpha, 0.0))
 
 

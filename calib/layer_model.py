@@ -18,11 +18,11 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from calib.blocks import BLOCK, all_finite
 from calib.errors import CalibError
 from calib.formats.hf import Shards
 from calib.layers import Family, natural_key
 
-_BLOCK = 1 << 24
 Sink = Callable[[torch.Tensor], None]
 
 
@@ -87,7 +87,8 @@ def one_layer(folder: Path, family: Family, shards: Shards, layer: int, sink: Si
             parameter.copy_(stored)
 
     def exact_input(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        return None if entrance.passing is None else (entrance.passing, *args[1:])
+        passing, entrance.passing = entrance.passing, None  # once: methods also call the layer by itself
+        return None if passing is None else (passing, *args[1:])
 
     def give(_: nn.Module, args: Any, output: Any) -> None:
         sink(output[0] if isinstance(output, tuple) else output)
@@ -132,7 +133,7 @@ class _Head(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         out = hidden.new_empty(*hidden.shape[:-1], self.stored.shape[0])
-        step = max(1, _BLOCK // self.stored.shape[1])
+        step = max(1, BLOCK // self.stored.shape[1])
         for start in range(0, self.stored.shape[0], step):
             block = self.stored[start:start + step]
             block = block.to(torch.bfloat16).float() if self.rounded else block.float()
@@ -178,8 +179,6 @@ def outside_tensors(shards: Shards, names: Iterable[str]) -> Iterator[tuple[str,
 
 
 def _check_finite(name: str, tensor: torch.Tensor, shards: Shards) -> None:
-    flat = tensor.flatten()
-    for start in range(0, flat.numel(), _BLOCK):
-        if not torch.isfinite(flat[start:start + _BLOCK]).all():
-            raise CalibError(f"{shards.folder}: tensor {name} holds NaN or infinity",
-                             "Copy or download the weights again; if they are the original's, the model is broken.")
+    if not all_finite(tensor):
+        raise CalibError(f"{shards.folder}: tensor {name} holds NaN or infinity",
+                         "Copy or download the weights again; if they are the original's, the model is broken.")

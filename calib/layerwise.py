@@ -18,6 +18,7 @@ looks at the predictions on a calibration row instead.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -59,6 +60,7 @@ def calibrate_layers(work: LayerWork, choose: torch.Tensor, measure: methods.Mea
     for layer in range(work.plan.num_layers):
         if not work.store.has("layer", layer):
             _calibrate(work, layer, record.get("alpha"))
+            gc.collect()  # a quantized module refers to itself: without this, layers pile up
         work.store.drop_hidden(layer)
     return record
 

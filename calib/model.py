@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from calib.architecture import check_weights
+from calib.blocks import all_finite
 from calib.checkpoint import QuantizedCheckpoint
 from calib.config import read_config
 from calib.errors import ENVIRONMENT, CalibError
@@ -111,7 +112,7 @@ def load_hf(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel
 def check_finite(shards: Shards) -> None:
     """CalibError that names the first tensor with a NaN or an infinity."""
     for name in shards:
-        if shards[name].dtype in ("F32", "F16", "BF16") and not torch.isfinite(shards.load(name)).all():
+        if shards[name].dtype in ("F32", "F16", "BF16") and not all_finite(shards.load(name)):
             raise CalibError(f"{shards.folder}: tensor {name} holds NaN or infinity",
                              "Copy or download the weights again; if they are the original's, the model is broken.")
 
