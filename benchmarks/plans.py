@@ -135,8 +135,8 @@ This page is written by `python -m benchmarks.plans`.
 - **Layer by layer.** Above `--memory` (60 % of what is free, when nothing is said) calibration goes one decoder
   layer at a time: the same checkpoint, bit for bit, in the memory of a layer and a shard (`calib/layerwise.py`). A
   killed run goes on at the layer where it was. The smoothing strength of `int8` is chosen by sending the choose
-  text through all layers once per candidate. `protect`, the solved methods (`awq`, `gptq`, blocks) and a quantized
-  `lm_head` need the whole model; the plan says so.
+  text through all layers once per candidate. `protect` and a quantized `lm_head` need the whole model; the plan
+  says so.
 - **Who loads it**, from which version, and by which source.
 """
 

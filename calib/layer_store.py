@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import overload
 
@@ -90,11 +90,12 @@ class LayerBatches(Sequence[torch.Tensor]):
     """The data as one layer sees it: each iteration is a pass, and reads that pass's stream.
 
     ``take`` is the layer's sink: it keeps what the layer gave for the batch that is at work. A look at one batch
-    (``batches[0]``) is no pass and gives the first stream's.
+    (``batches[0]``) is no pass and gives the first stream's. With ``one`` every pass reads the first stream and nothing
+    is kept until ``give_out``: for methods that fit a layer to what the layers before it, already rounded, give.
     """
 
-    def __init__(self, store: LayerStore, layer: int, stream: str, count: int) -> None:
-        self._store, self._layer, self._stream, self._count = store, layer, stream, count
+    def __init__(self, store: LayerStore, layer: int, stream: str, count: int, *, one: bool = False) -> None:
+        self._store, self._layer, self._stream, self._count, self._one = store, layer, stream, count, one
         self._pass = 0
         self._at: int | None = None
 
@@ -115,8 +116,8 @@ class LayerBatches(Sequence[torch.Tensor]):
         self._pass += 1
         try:
             for batch in range(self._count):
-                self._at = batch
-                yield self._read(self._pass, batch)
+                self._at = None if self._one else batch
+                yield self._read(1 if self._one else self._pass, batch)
         finally:
             self._at = None
 
@@ -128,6 +129,14 @@ class LayerBatches(Sequence[torch.Tensor]):
             raise CalibError(f"layer {self._layer} makes pass {number} over the data, the layer before made fewer",
                              "This recipe cannot be calibrated layer by layer; run it with --layerwise off.")
         return self._store.hidden(stream, self._layer, batch)
+
+    def give_out(self, run: Callable[[torch.Tensor], object]) -> None:
+        """Send every batch through ``run``, the layer as it now is, and keep what its sink takes as the one stream."""
+        self._pass = 1
+        for batch in range(self._count):
+            self._at = batch
+            run(self._read(1, batch))
+        self._at = None
 
     def take(self, output: torch.Tensor) -> None:
         if self._at is not None:

@@ -6,6 +6,9 @@ loaded in its place and reads them. Each layer is a model of one layer of the fa
 (``calib/layer_model.py``) and goes through the same methods as the whole model would, pass by pass
 (``calib/layer_store.py``); the equality is bitwise, and tests hold it to that by comparing digests.
 
+Methods that fit a layer to what the already rounded layers give (``calib/solve.py``) go the same way with one stream:
+what the rounded layer gives is what the next one reads.
+
 What needs the whole model's loss is measured by streams: the smoothing strength is chosen by sending the ``choose``
 text through every layer once per candidate (``calib/layer_choices.py``).
 
@@ -20,6 +23,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,9 +36,10 @@ from calib.layer_model import head_model, outside_names, outside_tensors
 from calib.layer_store import LayerBatches
 from calib.layer_work import LayerWork, Relay
 from calib.layers import natural_key
-from calib.progress import Progress
+from calib.progress import Progress, Report
 from calib.sanity import compare, predictions
 from calib.scheme import Scheme
+from calib.solve import run_solved
 from calib.text import Tokenizer
 
 
@@ -54,7 +59,7 @@ def calibrate_layers(work: LayerWork, choose: torch.Tensor, measure: methods.Mea
     if smooth:
         record["alpha"] = choose_alpha(work, choose, measure)
     if not work.store.has("layer", 0):
-        work.embed(work.store, "data", work.batches, rounded=smooth)
+        work.embed(work.store, "data", work.batches, rounded=smooth or work.plan.recipe.solved)
         work.embed(work.store, "before", [_row(work)], rounded=False)
         work.embed(work.store, "after", [_row(work)], rounded=True)
     for layer in range(work.plan.num_layers):
@@ -72,11 +77,23 @@ def _row(work: LayerWork) -> torch.Tensor:
 
 def _calibrate(work: LayerWork, layer: int, alpha: float | None) -> None:
     report, relay = work.within("calibrate layers", layer), Relay()
-    schemes, plan = work.layer_schemes(layer), work.layer_plan(layer)
     model = work.model(layer, relay)
     _pass_row(work, model, relay, layer, "before")
-    data = LayerBatches(work.store, layer, "data", len(work.batches))
+    solved = work.plan.recipe.solved
+    data = LayerBatches(work.store, layer, "data", len(work.batches), one=solved)
     relay.to = data.take
+    tensors = _solve(work, model, layer, data, report) if solved else _quantize(work, model, layer, data, report, alpha)
+    schemes = {} if solved else work.layer_schemes(layer)
+    with quantizer.disabled(model, quantizer.weight_quantizers(schemes)):
+        _pass_row(work, model, relay, layer, "after")
+    prefix = work.prefix(layer)
+    work.store.put("layer", layer, {name: tensor for name, tensor in tensors if name.startswith(prefix)})
+
+
+def _quantize(work: LayerWork, model: nn.Module, layer: int, data: LayerBatches, report: Report, alpha: float | None
+              ) -> Iterator[tuple[str, torch.Tensor]]:
+    """By modelopt's quantizers, as the whole pass does."""
+    schemes, plan = work.layer_schemes(layer), work.layer_plan(layer)
     if alpha is None:
         methods.find_scales(model, plan, schemes, data, report, work.family)
     else:
@@ -85,11 +102,19 @@ def _calibrate(work: LayerWork, layer: int, alpha: float | None) -> None:
         smoother.apply(alpha)
         smoother.finish(data, report)
     _check_coverage(model, schemes)
-    with quantizer.disabled(model, quantizer.weight_quantizers(schemes)):
-        _pass_row(work, model, relay, layer, "after")
-    prefix = work.prefix(layer)
-    work.store.put("layer", layer, {name: tensor for name, tensor in methods.canonical_tensors(model, plan, schemes)
-                                    if name.startswith(prefix)})
+    return methods.canonical_tensors(model, plan, schemes)
+
+
+def _solve(work: LayerWork, model: Any, layer: int, data: LayerBatches, report: Report
+           ) -> Iterator[tuple[str, torch.Tensor]]:
+    """By the solver; then the rows pass the rounded layer, whose keys and values are not rounded for the next layer."""
+    solved = run_solved(model, work.layer_plan(layer), work.layer_schemes(layer), data, report, work.family)
+    if work.plan.recipe.calibrates_activations or work.plan.kv.quantized:
+        fake, model.config._attn_implementation = model.config._attn_implementation, "sdpa"
+        with torch.inference_mode():
+            data.give_out(partial(model.model, use_cache=False))
+        model.config._attn_implementation = fake
+    return solved.stream(model)
 
 
 def _pass_row(work: LayerWork, model: Any, relay: Relay, layer: int, stream: str) -> None:

@@ -146,8 +146,6 @@ def layerwise_obstacle(recipe: Recipe) -> str:
     """Why a recipe cannot be calibrated layer by layer; empty where it can."""
     if recipe.protect:
         return "protect measures the whole model's loss once for each layer"
-    if recipe.solved:
-        return f"method {recipe.method!r} fits each layer to what the rounded layers before it give, in one pass"
     return "a quantized lm_head lies in no layer" if recipe.lm_head else ""
 
 

@@ -18,7 +18,8 @@ from calib.model import load_hf
 from calib.recipe import load_recipe
 
 CASES = [("fp8", "bf16"), ("fp8", "fp8"), ("bf16", "fp8"), ("int8", "bf16"), ("int8", "fp8"), ("int4_awq", "bf16"),
-         ("int4_awq", "fp8")]
+         ("int4_awq", "fp8"), ("int4_gptq", "bf16"), ("int4_gptq", "fp8"), ("int4_awq_clip", "bf16"),
+         ("fp8_block", "fp8"), ("int8_static", "fp8")]
 
 
 @pytest.fixture(scope="module")
