@@ -1,9 +1,9 @@
 """Codes found layer by layer, from the inputs that the already rounded layers give: GPTQ, folded AWQ, fp8 blocks.
 
 The methods that modelopt does not have, or has in no form that others load. One decoder layer at a time: its linears'
-inputs are watched (G = mean of x x^T and mean |x|, one pair for all readers of an input), its weights are folded, rounded
-and put back dequantized, and then the calibration rows pass through it as it now is, so the next layer is fitted to
-what it will really get. Memory: the rows' hidden states and one layer's Gram matrices, beside the model.
+inputs are watched (G = mean of x x^T and mean |x|, one pair for all readers of an input), its weights are folded,
+rounded and put back dequantized, and then the calibration rows pass through it as it now is, so the next layer is
+fitted to what it will really get. Memory: the rows' hidden states and one layer's Gram matrices, beside the model.
 
 What comes out are canonical tensors, and the model in memory is fake-quantized by the very function that
 ``calib.model.load_model`` uses on a checkpoint.
@@ -132,16 +132,16 @@ class _Solver:
     def by_data(self, batches: Sequence[torch.Tensor]) -> None:
         """Layer by layer, each on what the layers before it now give."""
         calls, states = _calls(self.model, self.layers, batches)
-        for index, layer in enumerate(self.layers):
+        for index, (number, layer) in enumerate(self.layers.named_children()):
             self.report(Progress("fit layers", index, len(self.layers), "layer"))
-            members = {group: [f"{self.family.layers}.{index}.{name}" for name in group] for group in self.inputs}
+            members = {group: [f"{self.family.layers}.{number}.{name}" for name in group] for group in self.inputs}
             wanted = {group: names for group, names in members.items() if names[0] in self.schemes}
             run = _runner(layer, calls[index], states)
             if wanted:
-                self._fit(index, layer, wanted, run)
+                self._fit(number, layer, wanted, run)
             states = run()
 
-    def _fit(self, index: int, layer: nn.Module, wanted: dict[tuple[str, ...], list[str]],
+    def _fit(self, number: str, layer: nn.Module, wanted: dict[tuple[str, ...], list[str]],
              run: Callable[[], list[torch.Tensor]]) -> None:
         seen = _watched(layer, list(wanted), run)
         means = {group: seen[group].means(names[0]) for group, names in wanted.items()}
@@ -155,21 +155,23 @@ class _Solver:
                 factors, alpha = search_and_fold(layer, pair, grid, grams[group], means[group][1],
                                                  cast(float, self.recipe.alpha_step))
                 grams[group] = grams[group] / factors[:, None] / factors
-                self.solved.evidence[f"alpha {index} {pair.readers[0]}"] = round(alpha, 4)
+                self.solved.evidence[f"alpha {number} {pair.readers[0]}"] = round(alpha, 4)
         for group, names in wanted.items():
             self.put(self._rounded(names, grams[group]))
 
     def _rounded(self, names: list[str], gram: torch.Tensor) -> dict[str, Tensors]:
         """All readers of one input as one stacked matrix: they share its Gram matrix."""
         weight, grid = torch.cat([self.weight(name) for name in names]), self.schemes[names[0]].weight
-        ratios = self.recipe.clip_ratios or (1.0,)
-        if self.recipe.method == "gptq":
-            found = gptq(grid, weight, gram, damping=cast(float, self.recipe.damping), order=self.recipe.act_order,
-                         ratios=ratios, half=self.half, module=names[0])
-            if found.damping != self.recipe.damping:
+        ratios, damping = self.recipe.clip_ratios or (1.0,), self.recipe.damping
+        ranges = None if self.recipe.method == "gptq" else searched_ranges(grid, weight, ratios, gram=gram,
+                                                                           half=self.half)
+        if damping is not None:
+            found = gptq(grid, weight, gram, damping=damping, order=self.recipe.act_order, ratios=ratios, ranges=ranges,
+                         half=self.half, module=names[0])
+            if found.damping != damping:
                 self.solved.evidence[f"damping {names[0]}"] = found.damping
         else:
-            ranges = searched_ranges(grid, weight, ratios, gram=gram, half=self.half)
+            assert ranges is not None
             found = Rounded(quantize_weight(grid, weight, ranges.scale, ranges.zero), *ranges, None, 0.0)
         rows = [self.weight(name).shape[0] for name in names]
         parts = {"weight": found.codes, "weight_scale": found.scale, "weight_zero": found.zero}
@@ -210,7 +212,8 @@ def _calls(model: nn.Module, layers: nn.ModuleList, batches: Sequence[torch.Tens
     return calls, states
 
 
-def _runner(layer: nn.Module, calls: Sequence[Call], states: Sequence[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
+def _runner(layer: nn.Module, calls: Sequence[Call], states: Sequence[torch.Tensor]
+            ) -> Callable[[], list[torch.Tensor]]:
     """Runs every batch through the layer as it is when called."""
     def run() -> list[torch.Tensor]:
         outs = [layer(state, *rest, **kwargs) for state, (rest, kwargs) in zip(states, calls, strict=True)]
