@@ -33,7 +33,10 @@ class StoredRow:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run without its rows. ``facts``: device, versions, model, policy, what was limited; ``report``: HTML path."""
+    """A run without its rows. ``facts``: device, versions, model, policy, what was limited; ``report``: HTML path.
+
+    ``status``: running, finished, stopped (an error, Ctrl-C), or killed: it says running, but its process is gone.
+    """
 
     id: str
     job: str
@@ -71,9 +74,12 @@ class RunStore(Ledger):
 
     def begin(self, run: str, job: str, facts: dict[str, Any]) -> None:
         """Start a run, or take up an unfinished or finished one again; its rows stay until ``finish`` replaces them."""
+        at = now()
         with self._write() as db:
             db.execute("INSERT INTO runs VALUES(?,?,?,?,NULL,?,NULL) ON CONFLICT(id) DO UPDATE SET status='running', "
-                       "facts=excluded.facts", (run, job, "running", now(), json.dumps(facts)))
+                       "facts=excluded.facts", (run, job, "running", at, json.dumps(facts)))
+            db.execute("INSERT OR REPLACE INTO progress VALUES(?,?,?,?,?,?,?)",
+                       (run, os.getpid(), "begin", 0.0, 1.0, at, at))
 
     def finish(self, run: str, rows: list[StoredRow], report: Path) -> None:
         with self._write() as db:
@@ -106,7 +112,7 @@ class RunStore(Ledger):
             "finished IS NOT NULL, finished DESC, started DESC, rowid DESC")  # the first one follows an index
         found = self._db.execute(f"SELECT * FROM runs WHERE {_MATCH} ORDER BY {order} LIMIT ? OFFSET ?",
                                  (*_matching(search, finished), limit, offset)).fetchall()
-        return [_run(row) for row in found]
+        return [self._run(row) for row in found]
 
     def count_runs(self, search: str = "", finished: bool = False) -> int:
         return int(self._db.execute(f"SELECT count(*) FROM runs WHERE {_MATCH}", _matching(search, finished)
@@ -127,7 +133,7 @@ class RunStore(Ledger):
         if len(found) > 1:
             raise UsageError(f"run id {name!r} is ambiguous: {', '.join(row['id'] for row in found)}",
                              "Give more characters.")
-        return _run(found[0])
+        return self._run(found[0])
 
     def _no_such_run(self, name: str | None) -> None:
         if name is None:
@@ -170,10 +176,13 @@ class RunStore(Ledger):
         found = [RunningJob(**dict(row)) for row in self._db.execute("SELECT * FROM progress ORDER BY began")]
         return [job for job in found if alive(job.pid)]
 
-
-def _run(row: sqlite3.Row) -> Run:
-    return Run(row["id"], row["job"], row["status"], row["started"], row["finished"], json.loads(row["facts"]),
-               row["report"])
+    def _run(self, row: sqlite3.Row) -> Run:
+        status = row["status"]
+        if status == "running":
+            found = self._db.execute("SELECT pid FROM progress WHERE run=?", (row["id"],)).fetchone()
+            status = "running" if found and alive(found["pid"]) else "killed"
+        return Run(row["id"], row["job"], status, row["started"], row["finished"], json.loads(row["facts"]),
+                   row["report"])
 
 
 def alive(pid: int) -> bool:

@@ -114,8 +114,20 @@ def test_a_running_job_is_seen_and_a_dead_one_is_not(store):
     store.begin("r1", "demo", {})
     store.job_progress("r1", "int8: evaluate", 3.0, 10.0)
     assert [(job.run, job.stage) for job in store.running()] == [("r1", "int8: evaluate")]
+    assert store.find_run("r1").status == "running"
     store._db.execute("UPDATE progress SET pid=?", (2**22 + 12345,))
     assert store.running() == []
+    assert [run.status for run in store.runs()] == [store.find_run("r1").status] == ["killed"]
+
+
+def test_a_killed_run_that_is_taken_up_again_runs_and_begins_anew(store):
+    store.begin("r1", "demo", {})
+    store._db.execute("UPDATE progress SET pid=?, began='2026-01-01T00:00:00+00:00'", (2**22 + 12345,))
+    store.begin("r1", "demo", {})
+    store.job_progress("r1", "int8: evaluate", 3.0, 10.0)
+    [job] = store.running()
+    assert store.find_run("r1").status == "running"
+    assert not job.began.startswith("2026-01-01")
 
 
 def test_two_connections_see_each_other(tmp_path):
