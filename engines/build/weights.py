@@ -189,13 +189,13 @@ def write_weights(stream: Iterable[tuple[str, torch.Tensor]], program: Program, 
     """Write all weights of a program below ``folder``. EngineError names a tensor that is missing, extra or broken."""
     writer = _Writer(program, kv, folder, pack)
     group: str | None = None
-    for name, tensor in stream:
-        if group is not None and _group(name) != group:
-            writer.flush(_group(name))
-        group = _group(name)
-        writer.add(name, tensor)
-    writer.flush(None)
-    with writer.pool:
+    with writer.pool:  # an error leaves only after the files that are being written
+        for name, tensor in stream:
+            if group is not None and _group(name) != group:
+                writer.flush(_group(name))
+            group = _group(name)
+            writer.add(name, tensor)
+        writer.flush(None)
         for file in writer.writing:
             file.result()
     lost = sorted(name for names in writer.missing.values() for name in names)

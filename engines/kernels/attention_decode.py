@@ -19,7 +19,7 @@ program that arrives last (``MERGE`` 1: a counter per (sequence, kv head), reset
     acc    float32 [capacity, num_kv_heads, query_len * group, head_dim], stats float32 [.., 2] = (m, l)
 
 **8-bit KV** is converted to fp16 in registers (exact); k_scale multiplies the scores, v_scale the output. **Output**
-may leave quantized: fp8 with a static scale, or int8 groups that divide head_dim; per-token modes take
+may leave quantized: fp8 with a static scale, or groups that divide head_dim; per-token modes take
 ``quantize.launch`` afterwards. seq_len 0 (a padded row) gives zeros. Cache layout: ``rope_kv`` docstring.
 """
 
@@ -150,7 +150,7 @@ def check_epilogue(quant: ActQuant, group: int, head_dim: int, query_len: int) -
     if quant.per_token:
         raise ValueError(f"{quant.name} needs the whole row: store bf16 here and use quantize.launch")
     if group and (head_dim % group or query_len != 1 or head_dim != next_pow2(head_dim)):
-        raise ValueError("INT8_GROUP here needs groups that divide a power-of-two head_dim and query_len 1, found "
+        raise ValueError("Group modes here need groups that divide a power-of-two head_dim and query_len 1, found "
                          f"group {group}, head_dim {head_dim}, query_len {query_len}: store bf16, then "
                          "quantize.launch")
 

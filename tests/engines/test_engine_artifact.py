@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from calib.artifact import ArtifactError, digest_of
 from calib.checkpoint import QuantizedCheckpoint
 from calib.errors import UnknownNameError
 from calib.scheme import Grid, PerBlock, PerGroup, Scheme
+from engines.build import weights
 from engines.build.builder import build
 from engines.engine import Engine
 from engines.errors import EngineError, EngineMismatchError, LimitError
@@ -62,9 +64,9 @@ def test_elsewhere_it_refuses_in_one_sentence(engine: Engine, tmp_path: Path, de
 def test_truncated_or_foreign_folders_are_refused(engine: Engine, llama_folder: Path, tmp_path: Path) -> None:
     folder = tmp_path / "broken"
     shutil.copytree(engine.path, folder)
-    weights = next((folder / "weights").rglob("*.safetensors"))
-    weights.write_bytes(weights.read_bytes()[:-1])
-    with pytest.raises(ArtifactError, match=weights.name):
+    file = next((folder / "weights").rglob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ArtifactError, match=file.name):
         Engine.open(folder)
     with pytest.raises(ArtifactError, match="not an artifact"):
         Engine.open(llama_folder)
@@ -83,6 +85,25 @@ def test_a_checkpoint_that_lacks_or_adds_a_tensor_is_named(llama_folder: Path, t
     with pytest.raises(EngineError, match=r"layers\.2\.input_layernorm\.weight holds NaN"):
         build(MemoryCheckpoint.of(llama_folder, INT8, extra=bad), NONE, tmp_path / "d")
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]  # nothing half-written
+
+
+def test_an_error_waits_for_the_files_that_are_being_written(llama_folder: Path, tmp_path: Path, monkeypatch) -> None:
+    """A layer that was still being written came back into the folder that the failed build had removed."""
+    begun: list[Path] = []
+    ended: list[Path] = []
+
+    def slow(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        begun.append(path)
+        time.sleep(0.3)
+        ended.append(path)
+
+    monkeypatch.setattr(weights, "_save", slow)
+    broken = {"model.layers.2.input_layernorm.weight": torch.full((64,), torch.nan)}
+    with pytest.raises(EngineError, match="holds NaN"):
+        build(MemoryCheckpoint.of(llama_folder, INT8, extra=broken), NONE, tmp_path / "engine")
+    assert begun
+    assert sorted(begun) == sorted(ended)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_config_of_another_model_is_named(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ def run_both(lens, heads, kv_heads, head_dim, block, dtype, device, config, *, q
         scales = torch.full((shape[0], shape[1] // group), float("nan"), device=device) if group else None
         if quant is ActQuant.INT8_GROUP:
             out = torch.full(shape, -128, dtype=torch.int8, device=device)
-        elif quant is ActQuant.FP8_STATIC:
+        elif quant.fp8:
             out = out.to(torch.float8_e4m3fn)
         if which == "launch":
             attention_decode.launch(q, k, v, table, work, out, config, scales=scales, **common)
@@ -72,8 +72,8 @@ def test_window_softcap_and_several_queries(device, judge, config, query_len, wi
 
 
 @pytest.mark.parametrize("config", [BALANCED, SEPARATE], ids=["balanced", "separate"])
-@pytest.mark.parametrize(("quant", "group"), [(ActQuant.FP8_STATIC, 0), (ActQuant.INT8_GROUP, 64), (ActQuant.INT8_GROUP,
-                                                                                               32)])
+@pytest.mark.parametrize(("quant", "group"), [(ActQuant.FP8_STATIC, 0), (ActQuant.INT8_GROUP, 64),
+                                              (ActQuant.INT8_GROUP, 32), (ActQuant.FP8_GROUP, 64)])
 def test_quantized_output(device, judge, config, quant, group):
     keys = {"input_scale": torch.tensor(0.01, device=device)} if quant is ActQuant.FP8_STATIC else {}
     pre = torch.rand(6 * 64, device=device) + 0.5

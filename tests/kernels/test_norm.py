@@ -9,20 +9,21 @@ from engines.kernels import norm, quantize
 from engines.kernels.jit import ActQuant
 
 MODES = [(ActQuant.NONE, 0), (ActQuant.FP8_STATIC, 0), (ActQuant.FP8_TOKEN, 0), (ActQuant.INT8_TOKEN, 0),
-         (ActQuant.INT8_GROUP, 32)]
+         (ActQuant.INT8_GROUP, 32), (ActQuant.FP8_GROUP, 32), (ActQuant.INT8_STATIC, 0)]
 TOLERANCE = {ActQuant.NONE: (8e-2, 6e-3), ActQuant.FP8_STATIC: (0.5, 3e-2), ActQuant.FP8_TOKEN: (0.5, 3e-2),
-             ActQuant.INT8_TOKEN: (8e-2, 1e-2), ActQuant.INT8_GROUP: (8e-2, 1e-2)}
+             ActQuant.INT8_TOKEN: (8e-2, 1e-2), ActQuant.INT8_GROUP: (8e-2, 1e-2), ActQuant.FP8_GROUP: (0.5, 3e-2),
+             ActQuant.INT8_STATIC: (8e-2, 1e-2)}
 
 
 def targets(m, n, quant, group, device):
     """Poisoned outputs of a mode: (out, scales, input_scale)."""
-    dtype = {ActQuant.NONE: torch.bfloat16, ActQuant.FP8_STATIC: torch.float8_e4m3fn,
-             ActQuant.FP8_TOKEN: torch.float8_e4m3fn}.get(quant, torch.int8)
+    codes = torch.float8_e4m3fn if quant.fp8 else torch.int8
+    dtype = torch.bfloat16 if quant is ActQuant.NONE else codes
     out = torch.full((m, n), float("nan"), device=device)
     out = out.to(dtype) if dtype != torch.int8 else torch.full((m, n), -128, dtype=dtype, device=device)
     shape = (m,) if quant.per_token else (m, n // group) if group else None
     scales = torch.full(shape, float("nan"), device=device) if shape else None
-    input_scale = torch.tensor(4.0 / 448, device=device) if quant is ActQuant.FP8_STATIC else None
+    input_scale = torch.tensor(4.0 / (448 if quant.fp8 else 127), device=device) if quant.static else None
     return out, scales, input_scale
 
 

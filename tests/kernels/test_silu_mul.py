@@ -13,7 +13,8 @@ from engines.kernels.jit import ActQuant
 @pytest.mark.parametrize(("quant", "group", "dtype"), [
     (ActQuant.NONE, 0, torch.bfloat16), (ActQuant.FP8_STATIC, 0, torch.float8_e4m3fn),
     (ActQuant.FP8_TOKEN, 0, torch.float8_e4m3fn), (ActQuant.INT8_TOKEN, 0, torch.int8),
-    (ActQuant.INT8_GROUP, 32, torch.int8)])
+    (ActQuant.INT8_GROUP, 32, torch.int8), (ActQuant.FP8_GROUP, 32, torch.float8_e4m3fn),
+    (ActQuant.INT8_STATIC, 0, torch.int8)])
 @pytest.mark.parametrize(("m", "inter"), [(1, 96), (3, 1536), (0, 64), (2, 704)])
 def test_modes(device, facts, judge, activation, quant, group, dtype, m, inter):
     torch.manual_seed(inter)
@@ -25,7 +26,7 @@ def test_modes(device, facts, judge, activation, quant, group, dtype, m, inter):
             (m, inter), -128, dtype=dtype, device=device)
         shape = (m,) if quant.per_token else (m, inter // group) if group else None
         scales = torch.full(shape, float("nan"), device=device) if shape else None
-        input_scale = torch.tensor(0.02, device=device) if quant is ActQuant.FP8_STATIC else None
+        input_scale = torch.tensor(0.02, device=device) if quant.static else None
         run(x, out, silu_mul.candidates(inter, quant, group, facts)[0], activation=activation, pre_quant_scale=pre,
             quant=quant, group=group, input_scale=input_scale, scales=scales)
         results.append(quantize.dequantize(out, quant, input_scale, scales))
