@@ -1,8 +1,8 @@
 """AWQ with its scales folded away (Lin et al., arXiv 2306.00978): one search for all readers of an input.
 
 Multiplying input column j of every reader by s_j, and dividing what makes that input by s_j, changes nothing in exact
-arithmetic, but gives the columns that carry large activations finer steps. s = mean|x|^alpha, centred; alpha is searched
-for the least output error summed over the readers,
+arithmetic, but gives the columns that carry large activations finer steps. s = mean|x|^alpha, centred; alpha is
+searched for the least output error summed over the readers,
 
     sum over readers of tr(E G' E^T),   E = rounded(W s) - W s,   G' = G / (s s^T),   G = mean of x x^T
 

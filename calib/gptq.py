@@ -52,13 +52,15 @@ class Rounded(NamedTuple):
 
 
 def gptq(grid: Grid, weight: torch.Tensor, hessian: torch.Tensor, *, damping: float, order: str = "none",
-         ratios: Sequence[float] = (1.0,), half: bool = False, module: str = "the module") -> Rounded:
+         ratios: Sequence[float] = (1.0,), ranges: Ranges | None = None, half: bool = False,
+         module: str = "the module") -> Rounded:
     """Round a weight [out, in] to grouped int4 with ``hessian`` [in, in] = mean of x x^T (any scale).
 
-    ``ratios`` are clipping candidates of each group's range. HessianError names ``module``.
+    ``ratios`` are clipping candidates of each group's range, unless ``ranges`` gives them for groups that stay where
+    they are. HessianError names ``module``.
     """
-    if grid.granularity.kind != "group":
-        raise ValueError(f"gptq rounds groups, not {grid}")
+    if grid.granularity.kind != "group" or (ranges is not None and order == "groups"):
+        raise ValueError(f"gptq rounds groups, whose ranges are known only where they stay, not {grid} in {order!r}")
     weight, hessian = weight.detach().float().clone(), hessian.double()
     if not torch.isfinite(hessian).all():
         raise HessianError(f"the inputs of {module} are not finite", "The model overflows; keep this module in bf16.")
@@ -69,11 +71,9 @@ def gptq(grid: Grid, weight: torch.Tensor, hessian: torch.Tensor, *, damping: fl
     permutation = torch.arange(columns) if order == "none" else hessian.diagonal().argsort(descending=True, stable=True)
     upper, needed = _factor(hessian[permutation][:, permutation], damping, module)
     sorted_weight, importance = weight[:, permutation], hessian.diagonal().float()
-    if order == "static":
+    if order == "static" and ranges is None:
         ranges = searched_ranges(grid, weight, ratios, importance=importance, half=half)
-        groups = permutation // grid.granularity.size
-    else:
-        ranges, groups = None, torch.arange(columns) // grid.granularity.size
+    groups = (torch.arange(columns) if order == "groups" else permutation) // grid.granularity.size
     codes, found = _columns(grid, sorted_weight, upper, groups, ranges, ratios, importance[permutation], half)
     inverse = permutation.argsort()
     g_idx = groups[inverse].to(torch.int32) if order == "groups" else None

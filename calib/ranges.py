@@ -6,7 +6,7 @@ each ratio of the full range the error e = rounded - exact is judged, and the be
 
 - ``importance`` [in]: sum of e^2 * importance, the output's error were the inputs uncorrelated; or
 - ``gram`` [in, in] = mean of x x^T: e^T G e over the group's own inputs, what the layer's output really shows of this
-  group (AWQ, arXiv 2306.00978, searches its clipping by that error on sampled inputs; the Gram matrix holds all of them).
+  group (AWQ, arXiv 2306.00978, clips by that error on sampled inputs; the Gram matrix holds all of them).
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ class Ranges(NamedTuple):
     zero: torch.Tensor | None
 
 
-def searched_ranges(grid: Grid, weight: torch.Tensor, ratios: Sequence[float], *, importance: torch.Tensor | None = None,
-                    gram: torch.Tensor | None = None, half: bool = False) -> Ranges:
+def searched_ranges(grid: Grid, weight: torch.Tensor, ratios: Sequence[float], *,
+                    importance: torch.Tensor | None = None, gram: torch.Tensor | None = None, half: bool = False
+                    ) -> Ranges:
     """Ranges of a grouped int4 weight [out, in]: per group the ratio with the least error; ties go to the earlier.
 
     ``half``: scales are values of float16, because a layout stores them so. Works through blocks of rows that stay in

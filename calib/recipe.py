@@ -32,9 +32,10 @@ class Recipe(Frozen):
     layers, its strength chosen by measured loss among ``alphas``; 0 is no smoothing, then max), "awq_lite"
     (activation-aware scaling searched per linear in steps of ``alpha_step``, then each group clipped to the best of
     ``clip_ratios`` of its largest value), "awq" (the scaling searched for all readers of an input together and folded
-    into what makes the input, clipping by the error of the layer's output), "gptq" (rounding errors passed on to the
-    columns that are still to be rounded; ``damping`` of the mean diagonal is added to the Hessian; ``act_order`` takes
-    loud columns first, with groups where they are, "static", or formed in that order, "groups"; then ``clip_ratios``).
+    into what makes the input, clipping by the error of the layer's output; with ``damping`` it rounds like gptq),
+    "gptq" (rounding errors passed on to the columns that are still to be rounded; ``damping`` of the mean diagonal is
+    added to the Hessian, ``act_order`` takes loud columns first, with groups where they are, "static", or formed in
+    that order, "groups"; ``clip_ratios`` are tried for each group's range).
     ``group_sizes``: for grouped weights, in order of preference; the first that divides every matched input is taken.
     A grouped activation beside grouped weights has their groups. ``keep``: fnmatch patterns of modules left in bf16.
     ``protect``: that many decoder layers are left in bf16 too, chosen by measured loss. ``lm_head``: quantize the

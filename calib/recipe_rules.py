@@ -12,6 +12,7 @@ from calib.scheme import FIXED_GROUPS, Grid
 
 #: Methods that search or weigh by data, and what belongs to them alone.
 _SEARCHES = ("awq_lite", "awq")
+_COMPENSATES = ("gptq", "awq")
 _DYNAMIC_KINDS = ("token", "group")
 
 
@@ -55,7 +56,7 @@ def check_method(recipe: _Settings) -> None:
     if method == "none" and (activation or recipe.protect or recipe.keep or recipe.lm_head):
         raise ValueError("activation, keep, protect and lm_head have no effect when weights are not quantized")
     if method in ("max", "smooth") and not weight.symmetric:
-        raise ValueError(f"weights {weight}: method {method!r} makes symmetric grids; zero points come from awq or gptq")
+        raise ValueError(f"weights {weight}: method {method!r} makes symmetric grids; zero points need awq or gptq")
     if weight.granularity.kind == "block" and (method != "max" or weight.dtype != "fp8_e4m3"):
         raise ValueError(f"weights {weight}: blocks are fp8 with method 'max'")
     if method in ("awq_lite", "awq", "gptq") and (weight.dtype != "int4" or weight.granularity.kind != "group"):
@@ -79,10 +80,12 @@ def _check_belongings(recipe: _Settings) -> None:
     unfit = any(not 0.0 < ratio <= 1.0 for ratio in recipe.clip_ratios)
     if unfit or (recipe.clip_ratios and method not in (*_SEARCHES, "gptq")):
         raise ValueError("clip_ratios lie in (0, 1] and belong to methods 'awq_lite', 'awq' and 'gptq'")
-    if (method == "gptq") != (recipe.damping is not None):
-        raise ValueError("damping belongs to method 'gptq', and it needs it")
-    if recipe.act_order != "none" and method != "gptq":
-        raise ValueError("act_order belongs to method 'gptq'")
+    if (method == "gptq") > (recipe.damping is not None) or (recipe.damping is not None and method not in _COMPENSATES):
+        raise ValueError("damping belongs to method 'gptq', which needs it, and to 'awq', which then rounds like gptq")
+    if recipe.act_order != "none" and recipe.damping is None:
+        raise ValueError("act_order is the order in which 'gptq' (or 'awq' with damping) rounds columns")
+    if recipe.act_order == "groups" and method == "awq":
+        raise ValueError("act_order 'groups' belongs to method 'gptq': awq finds the ranges of groups beforehand")
     if (recipe.weight.granularity.kind == "group") != bool(recipe.group_sizes):
         raise ValueError("group_sizes belong to group-wise weights, and they need them")
 

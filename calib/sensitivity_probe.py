@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from calib.errors import CalibError
-from calib.grids import dequantize_weight, fake_quantize, quantize_weight
+from calib.grids import amax_scale, dequantize_weight, fake_quantize, quantize_weight
 from calib.layers import family_of, planned_linears
 from calib.progress import Progress, Report
 from calib.scheme import CODE_MAX, Grid, Scheme
@@ -138,16 +138,9 @@ def _hidden(out: Any) -> Tensor:
 
 def round_weight(grid: Grid, weight: Tensor) -> Tensor:
     """float32 [out, in] on a symmetric weight grid with amax/max scales."""
-    kind, limit, shape = grid.granularity.kind, CODE_MAX[grid.dtype], weight.shape
-    if kind == "tensor":
-        amax = weight.abs().amax()
-    elif kind == "channel":
-        amax = weight.abs().amax(1)
-    elif kind == "group":
-        amax = weight.abs().reshape(shape[0], -1, grid.granularity.size).amax(2)  # type: ignore[union-attr]
-    else:
-        raise CalibError(f"a weight grid {grid} cannot be measured here", "Known: tensor, channel, group.")
-    scale = torch.where(amax > 0, amax, torch.ones_like(amax)).float() / limit
+    if not grid.symmetric:
+        raise CalibError(f"a weight grid {grid} cannot be measured here", "Measure its symmetric form.")
+    scale = amax_scale(grid, weight)
     return dequantize_weight(grid, quantize_weight(grid, weight, scale), scale)
 
 

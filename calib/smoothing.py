@@ -69,7 +69,7 @@ def _fold_pair(layer: nn.Module, pair: Smoothing, seen: torch.Tensor, alpha: flo
 
 
 def divide_source(layer: nn.Module, pair: Smoothing, factors: torch.Tensor) -> torch.Tensor:
-    """Divide the outputs of a pair's source by ``factors`` [source rows], in place. Returns the factors that came of it.
+    """Divide the outputs of a pair's source by ``factors`` [source rows], in place. Returns the effective factors.
 
     A norm's weight is stored in bf16: what its rounding leaves is the effective factor.
     """

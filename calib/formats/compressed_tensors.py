@@ -1,11 +1,11 @@
 """The compressed-tensors layout (vLLM's own), read and written.
 
 For a weight [out, in]: ``int-quantized`` and ``float-quantized`` keep codes [out, in] with weight_scale (1,) per
-tensor, [out, 1] per channel or [out/m, in/n] per block; ``pack-quantized`` keeps weight_packed int32 [out, in/8] for int4
-(nibble k of word j is column 8j+k, stored as q + 8) or [out, in/4] for int8 with 16-bit activations (byte k is column
-4j+k, q + 128), weight_scale [out, in/g] or [out, 1], weight_shape, and for asymmetric int4 weight_zero_point int32
-[out/8, in/g] packed along its rows. Activations are dynamic per token or group (no tensor) or
-static (input_scale). KV scales (fp8 or int8, one per tensor) lie on the attention module: ``self_attn.k_scale``.
+tensor, [out, 1] per channel or [out/m, in/n] per block; ``pack-quantized`` keeps weight_packed int32 [out, in/8] for
+int4 (nibble k of word j is column 8j+k, stored as q + 8) or [out, in/4] for int8 with 16-bit activations (byte k is
+column 4j+k, q + 128), weight_scale [out, in/g] or [out, 1], weight_shape, and for asymmetric int4 weight_zero_point
+int32 [out/8, in/g] packed along its rows. Activations are dynamic per token or group (no tensor) or static
+(input_scale). KV scales (fp8 or int8, one per tensor) lie on the attention module: ``self_attn.k_scale``.
 
 Modules of one scheme are one config group. The largest has the target "Linear", the others name their modules: a reader
 takes a name before a class. Where the groups' formats differ, the whole is ``mixed-precision``.

@@ -1,8 +1,8 @@
 """The GPTQ layout (AutoGPTQ, GPTQModel), read in both versions, written in the first, which every runtime reads.
 
-For a weight [out, in] in groups of g inputs: ``qweight`` int32 [in/8, out] packed along the inputs, nibble k of word j is
-input 8j + k; ``qzeros`` int32 [in/g, out/8] packed along the outputs; ``scales`` float16 [in/g, out]; ``g_idx`` int32
-[in], the group of each input (not in order after desc_act). w = (q - z) * s with unsigned q; version 1
+For a weight [out, in] in groups of g inputs: ``qweight`` int32 [in/8, out] packed along the inputs, nibble k of word j
+is input 8j + k; ``qzeros`` int32 [in/g, out/8] packed along the outputs; ``scales`` float16 [in/g, out]; ``g_idx``
+int32 [in], the group of each input (not in order after desc_act). w = (q - z) * s with unsigned q; version 1
 (``checkpoint_format`` "gptq") stores z - 1, "gptq_v2" z itself. Symmetric means z = 8 everywhere.
 """
 
