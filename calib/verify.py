@@ -14,6 +14,7 @@ import torch
 
 from calib.architecture import differences
 from calib.artifact import MANIFEST, Artifact
+from calib.blocks import all_finite, any_nonzero
 from calib.checkpoint import FORMAT, KIND, QuantizedCheckpoint
 from calib.errors import ToolkitError
 from calib.layers import attention_modules, family_of, scale_shape
@@ -66,13 +67,27 @@ def _tensor_faults(name: str, tensor: torch.Tensor, schemes: dict[str, Scheme]) 
     module = name.rpartition(".")[0]
     if leaf == "weight" and module not in schemes and not tensor.is_floating_point():
         yield Fault("dtype", name, f"is {str(tensor.dtype).removeprefix('torch.')}, and no scheme says what it means")
-    elif tensor.is_floating_point() and not torch.isfinite(tensor.float()).all():
+    elif tensor.is_floating_point() and not all_finite(tensor):
         yield Fault("not_finite", name, "holds NaN or infinity")
-    elif leaf == "weight" and tensor.dim() == 2 and not tensor.float().any():
+    elif leaf == "weight" and tensor.dim() == 2 and not any_nonzero(tensor):
         yield Fault("all_zero", name, "is zero everywhere: the layer is dead")
     elif leaf in _SCALES and not (tensor > 0).all():
         count = int((tensor <= 0).sum())
         yield Fault("not_positive", name, f"{count} of {tensor.numel()} scales are zero or negative")
+    elif leaf == "weight_zero" and not ((tensor == tensor.round()) & (tensor >= 0) & (tensor <= 16)).all():
+        yield Fault("off_grid", name, "holds zero points that are no codes (whole numbers from 0 to 16)")
+    elif leaf == "g_idx" and module in schemes and (wrong := _wrong_groups(tensor, schemes[module])):
+        yield Fault("off_grid", name, wrong)
+
+
+def _wrong_groups(g_idx: torch.Tensor, scheme: Scheme) -> str:
+    """What is wrong with the groups of a weight's columns; empty when nothing is."""
+    kind = scheme.weight.granularity
+    if kind.kind != "group":
+        return f"names groups; the weight is on {scheme.weight}"
+    groups = -(-g_idx.numel() // kind.size)
+    low, high = int(g_idx.min()), int(g_idx.max())
+    return "" if low >= 0 and high < groups else f"names groups {low} to {high}; there are {groups}"
 
 
 def _missing(checkpoint: QuantizedCheckpoint, shapes: dict[str, tuple[int, ...]]) -> Iterator[Fault]:
