@@ -23,13 +23,13 @@ from pydantic import Field
 from calib.errors import UnknownNameError
 from calib.scheme import Frozen
 from evals.metric import METRICS, Metric
-from evals.report import Estimate, Row
+from evals.report import Cell, Estimate, Row
 
 State = Literal["frontier", "tied", "dominated", "unmeasured"]
 
 _CELL_SPREAD = {"ttft_ms": "ttft_ms_spread", "tpot_ms": "tpot_ms_spread"}
 _ROW_FIGURES = ("accuracy", "delta_nll", "kl_mean", "same_top1", "flips", "ttft_ms", "tpot_ms", "out_tok_s",
-                "peak_memory_bytes", "size_bytes")
+                "peak_memory_bytes", "size_bytes", "joules_per_token")
 
 
 class Figure(Frozen):
@@ -83,17 +83,27 @@ def figure_of(row: Row, name: str) -> Figure | None:
     """
     if name not in _ROW_FIGURES:
         raise UnknownNameError("figure of a row", name, _ROW_FIGURES)
-    value = getattr(row, name)
+    value = _joules(row) if name == "joules_per_token" else getattr(row, name)
     if value is None:
         own = name == "delta_nll" and row.verdict == "BASELINE"
         return Figure(value=0.0, low=0.0, high=0.0) if own else None
     if isinstance(value, Estimate):
         return Figure(value=value.value, low=value.ci_low, high=value.ci_high)
-    half = 0.0
-    for cell in row.cells:
-        if name in _CELL_SPREAD and (cell.batch_size, cell.isl, cell.osl) == (row.batch_size, row.isl, row.osl):
-            half = (getattr(cell, _CELL_SPREAD[name]) or 0.0) / 2
+    cell = _headline(row)
+    half = (getattr(cell, _CELL_SPREAD[name]) or 0.0) / 2 if cell and name in _CELL_SPREAD else 0.0
     return Figure(value=value, low=value - half, high=value + half)
+
+
+def _headline(row: Row) -> Cell | None:
+    """The cell that a row's own figures were taken from."""
+    place = (row.batch_size, row.isl, row.osl)
+    return next((cell for cell in row.cells if (cell.batch_size, cell.isl, cell.osl) == place), None)
+
+
+def _joules(row: Row) -> float | None:
+    """Energy of an output token in the headline cell; None where no counter was read."""
+    cell = _headline(row)
+    return cell.gpu.joules_per_token if cell and cell.gpu else None
 
 
 def label(row: Row) -> str:

@@ -66,7 +66,8 @@ def _constraints(shown: Shown) -> tuple[Constraints, float | None, float | None]
     prefer = st.selectbox("Then prefer the best", list(titles), key="prefer", bind="query-params")
     passed = st.toggle("Only what passed its gate", value=True, key="passed", bind="query-params")
     price = st.number_input("Price of the device an hour", min_value=0.0, value=0.0, step=0.1, format="%.2f",
-                            key="price", bind="query-params", help="Gives cost per million output tokens as an axis.")
+                            key="price", bind="query-params", help="In your currency; 0: not known. It gives the cost "
+                            "of a million output tokens, as an axis and a column.")
     limits = Constraints.model_validate({
         "max_delta_nll": delta, "max_tpot_ms": tpot, "max_ttft_ms": ttft, "prefer": titles[prefer],
         "max_peak_memory_bytes": memory * 1e9 if memory else None, "passed_gate": passed})
@@ -75,7 +76,7 @@ def _constraints(shown: Shown) -> tuple[Constraints, float | None, float | None]
 
 def _pick_axes(table: pandas.DataFrame, price: float | None) -> tuple[axes.Axis, axes.Axis] | None:
     worth = axes.QUALITY | {"recovery": axes.RECOVERY}
-    paid = axes.COST | ({"price": axes.price_axis()} if price else {})
+    paid = axes.COST | {"energy": axes.ENERGY} | ({"price": axes.price_axis()} if price else {})
     quality = {axis.title: axis for axis in axes.usable(table, worth)}
     cost = {axis.title: axis for axis in axes.usable(table, paid)}
     if not quality or not cost:
@@ -108,7 +109,7 @@ def _chart(shown: Shown, table: pandas.DataFrame, decision: choice.Decision, pri
 def _standing_axes(table: pandas.DataFrame) -> tuple[axes.Axis, axes.Axis] | None:
     """The axes that the chart shows, for the table's words."""
     titles = {axis.title: axis for axis in (*axes.QUALITY.values(), axes.RECOVERY, *axes.COST.values(),
-                                            axes.price_axis())}
+                                            axes.ENERGY, axes.price_axis())}
     y, x = titles.get(st.session_state.get("quality", "")), titles.get(st.session_state.get("cost", ""))
     return (x, y) if x and y else None
 
@@ -119,17 +120,17 @@ def _table(shown: Shown, table: pandas.DataFrame, decision: choice.Decision) -> 
     standing = choice.standings(shown.rows, *picked) if picked else {}
     held = table.copy()
     held["verdict"] = [f"{SIGNS[row.verdict]} {row.verdict}" if row.verdict else words.MISSING for row in shown.rows]
-    for axis in (*axes.QUALITY.values(), *axes.COST.values()):
+    for axis in (*axes.QUALITY.values(), *axes.COST.values(), axes.ENERGY):
         held[axis.key] = held[axis.key] * axis.scale
     held["interval"] = [words.nats_interval(row.delta_nll).partition(" ")[2] or words.MISSING for row in shown.rows]
     held["standing"] = [choice.STATES[standing[row.engine_digest].state] if row.engine_digest in standing
                         else words.MISSING for row in shown.rows]
     held["choice"] = ["recommended" if row.engine_digest == decision.engine else
                       decision.rejected.get(row.engine_digest, "meets every constraint") for row in shown.rows]
-    columns = _columns(picked)
+    columns = _columns(picked) | _paid(held)
     st.dataframe(held[list(columns)], column_config=columns, hide_index=True, key="engines", width="stretch",
                  alt="Engines with their figures")
-    st.caption(" ".join(common.plain(line) for line in tables.caption(shown.rows)))
+    st.caption(" ".join(common.plain(line) for line in [*tables.caption(shown.rows), *_missing(held)]))
     path, run = shown.site.home.store, shown.run
     common.exports(run.id, lambda: tables.csv(shown.rows), lambda: _rendered(path, run.id, "md"),
                    lambda: _rendered(path, run.id, "html"))
@@ -154,6 +155,23 @@ def _columns(picked: tuple[axes.Axis, axes.Axis] | None) -> dict[str, Any]:
         "ttft_ms": number("TTFT ms", format="%.1f"), "tpot_ms": number("TPOT ms", format="%.2f"),
         "out_tok_s": number("Tokens/s", format="%.1f"), "size_bytes": number("Size MB", format="%.0f"),
         "peak_memory_bytes": number("Memory MB", format="%.0f"), "choice": text("Under the constraints")}
+
+
+def _paid(held: pandas.DataFrame) -> dict[str, Any]:
+    """Columns of energy and money, where they are known."""
+    found = {axes.ENERGY.key: st.column_config.NumberColumn("J/token", help=axes.ENERGY.help, format="%.3f"),
+             "price": st.column_config.NumberColumn("Cost of 1M", help=axes.price_axis().formula, format="%.2f")}
+    return {key: column for key, column in found.items() if key in held and held[key].notna().any()}
+
+
+def _missing(held: pandas.DataFrame) -> list[str]:
+    """What an axis or column is not there for, and how it comes to be."""
+    lines = []
+    if not held[axes.ENERGY.key].notna().any():
+        lines.append("Energy per token is not known: no sweep of this run read a GPU's energy counter.")
+    if "price" not in held:
+        lines.append("With a price of the device an hour, cost per million tokens becomes an axis.")
+    return lines
 
 
 def _verdicts(shown: Shown, selected: str | None) -> None:

@@ -77,6 +77,27 @@ def test_recovery_and_cost_are_derived_with_their_intervals(report_rows):
     assert cheap[report_rows[3].engine_digest].state == "frontier"
 
 
+def test_energy_is_an_axis_where_a_counter_was_read(report_rows):
+    from evals.gpu_state import GpuState
+    from evals.report import Cell
+
+    assert axes.usable(tables.frame(report_rows), {"energy": axes.ENERGY}) == []
+    state = GpuState(name="g", sm_clock_mhz=1, temperature_c=40, power_limit_w=700.0, slowed=(), joules=30.0)
+    def with_energy(row, joules):
+        cell = Cell(batch_size=row.batch_size, isl=row.isl, osl=row.osl, n=3, ttft_ms=1.0, ttft_ms_spread=0.1,
+                    tpot_ms=1.0, tpot_ms_spread=0.1, e2e_ms=1.0, out_tok_s=1.0, total_tok_s=1.0,
+                    gpu=state.model_copy(update={"joules_per_token": joules}))
+        other = cell.model_copy(update={"isl": row.isl + 1, "gpu": state.model_copy(update={"joules_per_token": 9.0})})
+        return row.model_copy(update={"cells": [other, cell]})
+    rows = [with_energy(row, 0.1 * (number + 1)) for number, row in enumerate(report_rows[:3])]
+    table = tables.frame([*rows, report_rows[3]])
+    assert table["joules_per_token"].tolist()[:3] == pytest.approx([0.1, 0.2, 0.3])
+    assert table["joules_per_token"].isna()[3], "no counter, no figure"
+    stand = choice.standings(rows, axes.ENERGY, axes.QUALITY["delta_nll"])
+    assert stand[rows[0].engine_digest].state == "frontier"
+    assert stand[rows[2].engine_digest].state != "frontier", "more energy and more loss than the baseline"
+
+
 def test_labels_do_not_cover_each_other(report_rows):
     table = tables.frame(report_rows)
     x, y = axes.COST["tpot_ms"], axes.QUALITY["delta_nll"]

@@ -55,7 +55,12 @@ def test_accuracy_may_not_be_lost_beyond_the_limit(open_page, stored_home):
 def test_a_price_gives_cost_as_an_axis(open_page, stored_home):
     page = open_page(stored_home)
     assert "Cost" not in page.selectbox(key="cost").options
+    assert "price" not in page.dataframe[0].value
+    assert "no sweep of this run read a GPU" in shown_text(page)
+    assert "Energy" not in page.selectbox(key="cost").options
     page.number_input(key="price").set_value(2.0).run()
+    assert page.dataframe[0].value["price"].notna().any()
+    assert "cost per million tokens becomes an axis" not in shown_text(page)
     page.selectbox(key="cost").set_value("Cost").run()
     assert not page.exception
     assert list(page.dataframe[0].value["standing"])[3] == "on the frontier"

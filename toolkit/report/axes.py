@@ -1,8 +1,8 @@
 """The figures that can stand on an axis or in a comparison. Names, titles and directions are ``evals.metric``'s.
 
-Two more are derived from a row: recovery (accuracy as a share of the baseline's) and cost (a device's price an hour
-over the tokens it puts out). Each is a monotone function of a measured figure, its ``basis``: who dominates whom is
-decided on that one, with its own interval.
+Energy is there where a sweep read a GPU's counter. Two more are derived from a row: recovery (accuracy as a share of
+the baseline's) and cost (a device's price an hour over the tokens it puts out). Each is a monotone function of a
+measured figure, its ``basis``: who dominates whom is decided on that one, with its own interval.
 """
 
 from __future__ import annotations
@@ -71,6 +71,7 @@ RECOVERY = Axis("recovery", "% of the baseline's accuracy", 100.0, basis="accura
 COST = {axis.key: axis for axis in (
     Axis("tpot_ms", "ms", digits=2), Axis("ttft_ms", "ms"), Axis("out_tok_s", "tok/s"),
     Axis("size_bytes", "MB", 1e-6), Axis("peak_memory_bytes", "MB", 1e-6))}
+ENERGY = Axis("joules_per_token", "J/token", digits=3)
 
 
 def price_axis() -> Axis:

@@ -136,6 +136,7 @@ def record(row: Row) -> dict[str, Any]:
             "kl_mean": row.kl_mean, "same_top1": row.same_top1, "flips": row.flips,
             **_interval(row, "ttft_ms"), **_interval(row, "tpot_ms"),
             "out_tok_s": row.out_tok_s, "batch_size": row.batch_size, "isl": row.isl, "osl": row.osl,
+            "joules_per_token": energy.value if (energy := figure_of(row, "joules_per_token")) else None,
             "size_bytes": row.size_bytes, "peak_memory_bytes": row.peak_memory_bytes,
             "source_grid": row.source_grid, "engine_digest": row.engine_digest,
             "checkpoint_digest": row.checkpoint_digest}
