@@ -16,7 +16,11 @@ RunName = Annotated[str | None, typer.Argument(metavar="RUN", help="Run id, its 
 def register(app: typer.Typer) -> None:
     group = typer.Typer(no_args_is_help=True, help="List, show, compare and export runs.")
     app.add_typer(group, name="runs")
+    for add in (_ls, _show, _compare, _export):
+        add(group)
 
+
+def _ls(group: typer.Typer) -> None:
     @verb(group, "ls")
     def ls(session: Session,
            limit: Annotated[int, typer.Option(min=1, max=10_000, help="How many, newest first.")] = 50) -> None:
@@ -31,6 +35,8 @@ def register(app: typer.Typer) -> None:
         session.show(document, [run.id for run in found],
                      runs_table(found) if found else "No runs yet. Make one: toolkit run examples/demo.yaml")
 
+
+def _show(group: typer.Typer) -> None:
     @verb(group, "show")
     def show(session: Session, run: RunName = None) -> None:
         """Show a run's engines: accuracy and speed side by side."""
@@ -43,6 +49,8 @@ def register(app: typer.Typer) -> None:
         session.show({"run": found.id, "job": found.job, "rows": [stored.row.model_dump() for stored in rows]},
                      [stored.row.engine_digest for stored in rows], *run_parts(found, rows))
 
+
+def _compare(group: typer.Typer) -> None:
     @verb(group, "compare")
     def compare(session: Session, first: Annotated[str, typer.Argument(help="Run or job.")],
                 second: Annotated[str, typer.Argument(help="Run or job.")]) -> None:
@@ -58,6 +66,8 @@ def register(app: typer.Typer) -> None:
                       "engines": [line.as_dict() for line in found.lines]},
                      [line.label for line in found.lines], *comparison_table(found))
 
+
+def _export(group: typer.Typer) -> None:
     @verb(group, "export")
     def export(session: Session, run: RunName = None,
                format: Annotated[Literal["html", "csv", "md", "json"], typer.Option(help="What to write.")] = "html",

@@ -3,18 +3,24 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from toolkit.options import KeptOption, KvCache
 from toolkit.session import Session, verb
 
+if TYPE_CHECKING:
+    from toolkit.loading import EndpointOptions
+
 _ENDPOINT = "Endpoints (--url or --plan)"
 _near = partial(typer.Option, show_default=False)
 _far = partial(typer.Option, show_default=False, rich_help_panel=_ENDPOINT)
+_near_argument = typer.Argument(metavar="REF", show_default=False,
+                                help="Engine, checkpoint or model; or give --url or --plan.")
 
 RecipeOption = Annotated[str | None, _near(help="For a model: the recipe [default: bf16].")]
 KvCacheOption = Annotated[KvCache | None, _near(help="For a model: the KV cache's format.")]
@@ -34,77 +40,90 @@ TraceOption = Annotated[Path | None, _far(help="Replay a trace (JSONL: timestamp
 SloOption = Annotated[str | None, _far(help="Service levels in ms, like ttft=500,tpot=50: gives goodput.")]
 FindRateOption = Annotated[str | None, _far(
     help="Search the highest rate in this range that keeps --slo, like 0.5:20.")]
+WarmupOption = Annotated[int, typer.Option(min=0, help="Rounds (requests of a load) thrown away.")]
+RepeatsOption = Annotated[int, typer.Option(min=1, help="Rounds (runs of a load) measured.")]
+SeedOption = Annotated[int, typer.Option(min=0)]
+BurstinessOption = Annotated[float, typer.Option(help="Shape of the gaps: 1 Poisson, below burstier.",
+                                                 rich_help_panel=_ENDPOINT)]
+PromptsOption = Annotated[Literal["ids", "text"], typer.Option(help="Send token ids, or text.",
+                                                               rich_help_panel=_ENDPOINT)]
+EosOption = Annotated[bool, typer.Option("--ignore-eos/--no-ignore-eos", rich_help_panel=_ENDPOINT,
+                                         help="Ask for exact output lengths (an extension).")]
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Show what would be measured.")]
 KeyEnvOption = Annotated[str | None, _far("--api-key-env", help="Environment variable that holds the API key.")]
 
 
 def register(app: typer.Typer) -> None:
     @verb(app, "sweep")
     def sweep(session: Session,
-              ref: Annotated[str | None, typer.Argument(metavar="REF", show_default=False,
-                                                        help="Engine, checkpoint or model; or give --url or --plan."
-                                                        )] = None,
-              out: KeptOption = None,
-              recipe: RecipeOption = None,
-              kv_cache: KvCacheOption = None,
-              cells: CellsOption = None,
-              warmup: Annotated[int, typer.Option(min=0, help="Rounds (requests of a load) thrown away.")] = 1,
-              repeats: Annotated[int, typer.Option(min=1, help="Rounds (runs of a load) measured.")] = 3,
-              seed: Annotated[int, typer.Option(min=0)] = 0,
-              url: UrlOption = None,
-              plan: PlanOption = None,
-              model: ModelOption = None,
-              tokenizer: TokenizerOption = None,
-              preset: PresetOption = None,
-              lengths: LengthsOption = None,
-              concurrency: ConcurrencyOption = None,
-              rate: RateOption = None,
-              burstiness: Annotated[float, typer.Option(help="Shape of the gaps: 1 Poisson, below burstier.",
-                                                        rich_help_panel=_ENDPOINT)] = 1.0,
-              requests: RequestsOption = None,
-              trace: TraceOption = None,
-              slo: SloOption = None,
-              find_rate: FindRateOption = None,
-              prompts: Annotated[Literal["ids", "text"], typer.Option(help="Send token ids, or text.",
-                                                                      rich_help_panel=_ENDPOINT)] = "ids",
-              ignore_eos: Annotated[bool, typer.Option("--ignore-eos/--no-ignore-eos", rich_help_panel=_ENDPOINT,
-                                                       help="Ask for exact output lengths (an extension).")] = True,
-              key_env: KeyEnvOption = None,
-              dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be measured.")] = False) -> None:
+              ref: Annotated[str | None, _near_argument] = None, out: KeptOption = None,
+              recipe: RecipeOption = None, kv_cache: KvCacheOption = None, cells: CellsOption = None,
+              warmup: WarmupOption = 1, repeats: RepeatsOption = 3, seed: SeedOption = 0,
+              url: UrlOption = None, plan: PlanOption = None, model: ModelOption = None,
+              tokenizer: TokenizerOption = None, preset: PresetOption = None, lengths: LengthsOption = None,
+              concurrency: ConcurrencyOption = None, rate: RateOption = None, burstiness: BurstinessOption = 1.0,
+              requests: RequestsOption = None, trace: TraceOption = None, slo: SloOption = None,
+              find_rate: FindRateOption = None, prompts: PromptsOption = "ids", ignore_eos: EosOption = True,
+              key_env: KeyEnvOption = None, dry_run: DryRunOption = False) -> None:
         """Measure latency, throughput and memory.
 
         An engine: TTFT, TPOT and tokens/s over batch and length. An endpoint (vLLM, SGLang, TensorRT-LLM, ours, ...):
         closed and open loops, goodput, the highest rate under service levels. Warmed up, repeated, with spread.
         """
-        from toolkit.errors import UsageError
-        from toolkit.loading import EndpointOptions, plan_of
+        from toolkit.loading import EndpointOptions
 
-        if sum(value is not None for value in (ref, url, plan)) != 1:
-            raise UsageError("what is to be measured?", "Give one of REF, --url and --plan.")
+        _one_of(ref, url, plan)
         remote = {"--model": model, "--tokenizer": tokenizer, "--preset": preset, "--lengths": lengths, "--rate": rate,
                   "--concurrency": concurrency, "--requests": requests, "--trace": trace, "--slo": slo,
                   "--find-rate": find_rate}
         local = {"--recipe": recipe, "--kv-cache": kv_cache, "--cells": cells}
-        foreign = local if ref is None else remote | {"--api-key-env": key_env}
-        if plan is not None:
-            foreign = foreign | remote
-        if given := [name for name, value in foreign.items() if value is not None]:
-            raise UsageError(f"{given[0]} does not go with {'REF' if ref else '--plan' if plan else '--url'}",
-                             "See `toolkit sweep --help`.")
+        _refuse("REF" if ref else "--plan" if plan else "--url",
+                {**(remote | {"--api-key-env": key_env} if ref else local), **(remote if plan else {})})
         if ref is not None:
             _engine(session, ref, out, recipe, kv_cache, cells or "1x64x32,8x64x32", warmup, repeats, seed, dry_run)
-            return
-        if plan is not None:
-            from evals.load_plan import load_plan
+        elif plan is not None:
+            _plan(session, plan, out, key_env, dry_run)
+        else:
+            options = EndpointOptions(url or "", _named(model), tokenizer or _named(model), preset, lengths,
+                                      concurrency, "1" if find_rate else rate, burstiness, requests, trace, slo,
+                                      prompts, ignore_eos, warmup, repeats, seed)
+            _endpoint(session, options, out, key_env, find_rate, dry_run)
 
-            _endpoints(session, load_plan(plan), plan.absolute().parent, out, key_env, None, dry_run)
-            return
-        if model is None:
-            raise UsageError("--url needs --model", "Give the name under which the endpoint serves it.")
-        assert url is not None
-        options = EndpointOptions(url, model, tokenizer or model, preset, lengths, concurrency,
-                                  "1" if find_rate else rate, burstiness, requests, trace, slo, prompts, ignore_eos,
-                                  warmup, repeats, seed)
-        _endpoints(session, plan_of(options), Path(), out, key_env, find_rate, dry_run)
+
+def _one_of(*places: object) -> None:
+    from toolkit.errors import UsageError
+
+    if sum(place is not None for place in places) != 1:
+        raise UsageError("what is to be measured?", "Give one of REF, --url and --plan.")
+
+
+def _refuse(what: str, foreign: Mapping[str, object]) -> None:
+    """UsageError for an option that would have no effect on what is measured."""
+    from toolkit.errors import UsageError
+
+    if given := [name for name, value in foreign.items() if value is not None]:
+        raise UsageError(f"{given[0]} does not go with {what}", "See `toolkit sweep --help`.")
+
+
+def _named(model: str | None) -> str:
+    from toolkit.errors import UsageError
+
+    if model is None:
+        raise UsageError("--url needs --model", "Give the name under which the endpoint serves it.")
+    return model
+
+
+def _plan(session: Session, path: Path, out: Path | None, key_env: str | None, dry_run: bool) -> None:
+    from evals.load_plan import load_plan
+
+    _endpoints(session, load_plan(path), path.absolute().parent, out, key_env, None, dry_run)
+
+
+def _endpoint(session: Session, options: EndpointOptions, out: Path | None, key_env: str | None,
+              find_rate: str | None, dry_run: bool) -> None:
+    from toolkit.loading import plan_of
+
+    _endpoints(session, plan_of(options), Path(), out, key_env, find_rate, dry_run)
 
 
 def _engine(session: Session, ref: str, out: Path | None, recipe: str | None, kv_cache: Any, cells: str, warmup: int,
@@ -170,3 +189,5 @@ def _endpoints(session: Session, plan: Any, folder: Path, out: Path | None, key_
     session.show({"sweeps": [{"digest": artifact.digest, "path": str(artifact.path), **sweep.model_dump(mode="json")}
                              for sweep, artifact in done]}, [artifact.digest for _, artifact in done],
                  *side_by_side(plan, [sweep for sweep, _ in done]), *[f"{artifact.path}" for _, artifact in done])
+    if all(loading.failed(sweep) for sweep, _ in done):
+        raise typer.Exit(3)
