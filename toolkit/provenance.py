@@ -42,7 +42,7 @@ def statement(record: ReleaseRecord, files: Mapping[str, str], audit_head: str, 
                                          for name, digest in sorted(dependencies.items())]},
             "runDetails": {
                 "builder": {"id": f"urn:llm-quant-toolkit:{__version__}", "version": dict(versions)},
-                "metadata": {"invocationId": record.engine_digest, "finishedOn": record.approval.at,
+                "metadata": {"invocationId": record.engine_digest, "finishedOn": record.created,
                              "auditHead": audit_head},
                 "verdict": {"word": record.word, "digest": record.verdict_digest,
                             "policy": verdict.policy if verdict else None,

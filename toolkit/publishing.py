@@ -17,10 +17,11 @@ from calib.progress import Report, silent
 from engines.engine import Engine
 from evals.report import EvalReport, LatencySweep, Row
 from toolkit import hub, provenance
+from toolkit.approving import Approved, approval_of, approve, verdict_for
 from toolkit.audit import now
 from toolkit.errors import ReleaseError
 from toolkit.home import Home
-from toolkit.release import Approval, Bundle, Release, ReleaseRecord, check_alias, passing_verdict, publish
+from toolkit.release import Approval, Bundle, Release, ReleaseRecord, check_alias, publish
 from toolkit.report import card
 from toolkit.rows import make_row
 from toolkit.signing import sign_statement
@@ -33,13 +34,14 @@ PARTS = ("engine", "checkpoint")
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """How to release. ``override``: the reason to release without a PASS; ``key``: a private key that signs."""
+    """How to release. ``reason``: approve the engine for this reason first; None: it must be approved already.
+    ``override``: approve it without a PASS; ``key``: a private key that signs."""
 
     alias: str
-    reason: str
     who: str
+    reason: str | None = None
     policy_sha256: str | None = None
-    override: str | None = None
+    override: bool = False
     parts: tuple[str, ...] = ("engine",)
     key: Path | None = None
 
@@ -56,17 +58,20 @@ class _Found:
 
 
 def publish_engine(store: RunStore, path: Path, target: Target, wish: Wish, report: Report = silent) -> Release:
-    """Release an engine with verdict, report, sweep, card and statement. ReleaseError without a PASS or an override."""
+    """Release an engine with verdict, report, sweep, card and statement. ReleaseError when it is not approved."""
     _check(wish)
     engine = Engine.open(path)
-    verdict = _verdict(store, engine.digest, wish)
+    approved = _approval(store, engine.digest, wish)
+    verdict = verdict_for(store, engine.digest, wish.policy_sha256, approved.override)
     evidence = _evidence(store, verdict) if verdict else {}
     found = _about(store, engine, evidence, verdict)
-    approval = Approval(who=wish.who, at=now(), reason=wish.reason, override=wish.override)
+    approval = Approval(who=approved.who, at=approved.at, reason=approved.reason,
+                        override=approved.reason if approved.override else None)
     record = ReleaseRecord(
         name=found.name, engine_digest=engine.digest, checkpoint_digest=engine.checkpoint_digest,
         verdict_digest=verdict.digest if verdict else None, verdict=verdict.verdict if verdict else None,
-        row=found.row, licences=found.licences, parts=list(wish.parts), approval=approval)
+        row=found.row, licences=found.licences, parts=list(wish.parts), approval=approval,
+        created=now(), publisher=wish.who)
     source = _source(store, engine)
     artifacts = {f"evidence/{kind}": artifact for kind, artifact in evidence.items()}
     if "engine" in wish.parts:
@@ -78,7 +83,7 @@ def publish_engine(store: RunStore, path: Path, target: Target, wish: Wish, repo
         artifacts["checkpoint"] = source
     judged = evidence.get("eval-report")
     texts = {"README.md": _card(record, found, engine, wish.alias), **provenance.eval_results(
-        EvalReport.model_validate(judged.record) if judged else None, approval.at)}
+        EvalReport.model_validate(judged.record) if judged else None, record.created)}
     made_from = {"quantized-checkpoint": engine.checkpoint_digest, **_made_from(store, source),
                  **{kind: artifact.digest for kind, artifact in evidence.items()}}
     bundle = Bundle(record, artifacts, texts, _statement(record, found, engine, made_from, wish.key))
@@ -90,18 +95,14 @@ def _check(wish: Wish) -> None:
     if not wish.parts or set(wish.parts) - set(PARTS):
         raise ReleaseError(f"parts {', '.join(wish.parts) or 'none'} cannot be released",
                            f"Choose from: {', '.join(PARTS)}.")
-    if not wish.reason.strip() or (wish.override is not None and not wish.override.strip()):
-        raise ReleaseError("a release needs a reason", "Say why it may go: --reason TEXT.")
+    if wish.override and wish.reason is None:
+        raise ReleaseError("an override needs a reason", "Say why it may go without a PASS: --reason TEXT.")
 
 
-def _verdict(store: RunStore, engine_digest: str, wish: Wish) -> StoredVerdict | None:
-    """PASS, or with an override whatever is there. An override where none is needed would be a false mark."""
-    found = store.verdict_of(engine_digest, wish.policy_sha256)
-    if wish.override is None:
-        return passing_verdict(store, engine_digest, wish.policy_sha256)
-    if found is not None and found.verdict.word == "PASS":
-        raise ReleaseError("this engine has passed: there is nothing to override", "Leave --override out.")
-    return found
+def _approval(store: RunStore, engine: str, wish: Wish) -> Approved:
+    if wish.reason is None:
+        return approval_of(store, engine, wish.policy_sha256)
+    return approve(store, engine, wish.who, wish.reason, policy_sha256=wish.policy_sha256, override=wish.override)
 
 
 def _evidence(store: RunStore, verdict: StoredVerdict) -> dict[str, Artifact]:

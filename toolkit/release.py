@@ -31,7 +31,7 @@ from evals.report import Row, Verdict
 from toolkit import oci
 from toolkit.audit import GENESIS, AuditEntry, broken_link, next_entry
 from toolkit.errors import DamagedReleaseError, ReleaseError
-from toolkit.store import RunStore, StoredVerdict
+from toolkit.store import RunStore
 from toolkit.target import Target
 
 AUDIT_FILE = "audit.jsonl"
@@ -49,7 +49,10 @@ class Approval(Frozen):
 
 
 class ReleaseRecord(Frozen):
-    """What a release claims: this engine, judged so, with these figures, made from this data, let go by this person."""
+    """What a release claims: this engine, judged so, with these figures, made from this data, let go by this person.
+
+    ``created`` and ``publisher``: when it was published and by whom, which need not be when and who approved.
+    """
 
     name: str
     engine_digest: str
@@ -60,6 +63,8 @@ class ReleaseRecord(Frozen):
     licences: dict[str, str]
     parts: list[str]
     approval: Approval
+    created: str
+    publisher: str
 
     @property
     def word(self) -> str:
@@ -89,8 +94,9 @@ class Release:
 
     def as_dict(self) -> dict[str, Any]:
         return {"digest": self.digest, "name": self.record.name, "engine_digest": self.record.engine_digest,
-                "verdict": self.record.word, "approval": self.record.approval.model_dump(), "created": self.created,
-                "size_bytes": self.size_bytes, "files": len(self.manifest.layers), "aliases": list(self.aliases)}
+                "verdict": self.record.word, "approval": self.record.approval.model_dump(),
+                "publisher": self.record.publisher, "created": self.created, "size_bytes": self.size_bytes,
+                "files": len(self.manifest.layers), "aliases": list(self.aliases)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,20 +110,6 @@ class Bundle:
     artifacts: Mapping[str, Artifact]
     texts: Mapping[str, str]
     statement: Any = None
-
-
-def passing_verdict(store: RunStore, engine_digest: str, policy_sha256: str | None) -> StoredVerdict:
-    """The newest verdict on exactly this engine, which must be PASS; ReleaseError says what it is instead."""
-    found = store.verdict_of(engine_digest, policy_sha256)
-    under = " under this policy" if policy_sha256 else ""
-    if found is None:
-        raise ReleaseError(f"engine {engine_digest[:12]} has no verdict{under}",
-                           "Judge it first: toolkit gate ENGINE --baseline REF --policy FILE")
-    if found.verdict.word != "PASS":
-        raise ReleaseError(f"engine {engine_digest[:12]} has the verdict {found.verdict.word}{under}: "
-                           f"{found.verdict.reason}", "Only an engine whose newest verdict is PASS is released; "
-                           "--override with a --reason marks an exception for ever.")
-    return found
 
 
 def check_alias(alias: str) -> None:
@@ -137,24 +129,24 @@ def publish(store: RunStore, target: Target, bundle: Bundle, alias: str, report:
         known = next((found for found in list_releases(target) if found.record.identity == record.identity), None)
         if known is None:
             manifest = _copy(target, bundle, log[-1].hash if log else GENESIS, still_here, report)
-            known = Release(sha256_hex(manifest.to_bytes()), record, manifest, record.approval.at)
+            known = Release(sha256_hex(manifest.to_bytes()), record, manifest, record.created)
         check_copy(target, known, still_here, report)
         if not any(entry.action == "publish" and entry.subject == known.digest for entry in log):
             append_audit(target, log, "publish", known.digest, _published(record))
         index = index.listing(_entry(known))
         target.write(oci.INDEX_FILE, index.to_bytes())
-        move_alias(target, index, log, alias, known, "alias", record.approval.who, record.approval.reason)
+        move_alias(target, index, log, alias, known, "alias", record.publisher, record.approval.reason)
     store.set_alias(target.name, alias, known.digest, record.engine_digest)
     store.log("publish", known.digest, alias=alias, engine=record.engine_digest, target=target.name,
-              who=record.approval.who, reason=record.approval.reason)
+              who=record.publisher, reason=record.approval.reason)
     names = tuple(sorted({*known.aliases, alias}))
     return Release(known.digest, known.record, known.manifest, known.created, names)
 
 
 def _published(record: ReleaseRecord) -> dict[str, str]:
     detail = {"engine": record.engine_digest, "verdict": record.verdict_digest or "", "verdict_word": record.word,
-              "policy": record.verdict.policy if record.verdict else "", **record.approval.model_dump(
-                  exclude={"at"}, exclude_none=True)}
+              "policy": record.verdict.policy if record.verdict else "", "by": record.publisher,
+              "approved": record.approval.at, **record.approval.model_dump(exclude={"at"}, exclude_none=True)}
     return {name: value for name, value in detail.items() if value}
 
 
@@ -177,7 +169,7 @@ def _copy(target: Target, bundle: Bundle, head: str, still_here: Any, report: Re
         said = bundle.statement({layer.annotations[oci.TITLE]: layer.hex for layer in layers}, head)
         layers += [_put_bytes(target, content, oci.FILE_TYPE, title=name) for name, content in sorted(said.items())]
     config = _put_bytes(target, canonical_json(bundle.record.model_dump(mode="json")), oci.CONFIG_TYPE)
-    manifest = oci.Manifest(config=config, layers=layers, annotations={oci.CREATED: bundle.record.approval.at})
+    manifest = oci.Manifest(config=config, layers=layers, annotations={oci.CREATED: bundle.record.created})
     _put_bytes(target, manifest.to_bytes(), oci.MANIFEST_TYPE)
     return manifest
 

@@ -1,19 +1,23 @@
-"""Releases: approve with a reason and publish, roll back, and see where every alias pointed on any date."""
+"""Releases: approve with a reason, publish, roll back; what was approved and where aliases pointed on any date."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from datetime import UTC, date, datetime
 
 import streamlit as st
 
 from calib.errors import ToolkitError
 from calib.progress import Progress
+from evals.report import Row
 from evals.tradeoff import label
+from toolkit.approving import APPROVE, WITHDRAW, Approved, approve, standing, withdraw
 from toolkit.audit import AuditEntry
 from toolkit.history import as_of, moves, parse_moment, roll_back, who_am_i
 from toolkit.release import Release, list_releases, read_audit
 from toolkit.report import words
 from toolkit.report.style import SIGNS
+from toolkit.store import RunStore
 from toolkit.target import existing_target, open_target
 from toolkit.verifying import verify_releases
 from ui import common
@@ -26,18 +30,29 @@ def page() -> None:
     known = _targets(here)
     target_name = str(st.selectbox("Target", known, key="target", bind="query-params", help="Where this home has "
                                    "published before. A link can only name one of these; a new one is typed below."))
+    with here.store() as store:
+        own_log = store.audit()
+    held = standing(own_log)
+    if said := st.session_state.pop("said", None):
+        st.success(said)
+    if not common.refuse_read_only(here):
+        rows = _rows(here)
+        _approve(here, rows, held)
+        _publish(here, target_name, rows, held)
     releases, log = _read(target_name)
-    _publish(here, target_name)
-    if not releases:
+    if releases:
+        _aliases(releases, log)
+        _list(releases)
+        _roll_back(here, target_name, releases, log)
+        _verify(target_name)
+    else:
         common.empty("Nothing has been released here yet", "A release is an engine with its card, evidence and "
-                     "statement, under an alias. It needs a passing verdict for exactly that engine.",
+                     "statement, under an alias. A person approves the engine on its passing verdict, and it is "
+                     "published; here or by two commands.",
+                     f"toolkit releases approve ENGINE --reason TEXT --home {here.home.path}",
                      f"toolkit publish ENGINE --to {target_name} --alias production --home {here.home.path}")
-        return
-    _aliases(releases, log)
-    _list(releases)
-    _roll_back(here, target_name, releases, log)
-    _verify(target_name)
-    _history(log)
+    _approvals(here, held)
+    _history(here, log, own_log)
 
 
 def _targets(here: Site) -> list[str]:
@@ -56,33 +71,98 @@ def _read(target: str) -> tuple[list[Release], list[AuditEntry]]:
         return [], []
 
 
-def _publish(here: Site, target: str) -> None:
-    if common.refuse_read_only(here):
-        return
-    with st.expander("Approve and publish an engine"):
-        with here.store() as store:
-            rows = {f"{SIGNS[row.verdict or 'BASELINE']} {label(row)} · {run.id}": row for run in
-                    store.runs(12, finished=True) for row in (one.row for one in store.rows(run.id)) if row.verdict
-                    and row.verdict != "BASELINE"}
+def _rows(here: Site) -> list[tuple[str, Row]]:
+    """(run, row) of engines that may be approved: judged, and no baseline; the newest first, each engine once."""
+    with here.store() as store:
+        found = [(run.id, one.row) for run in store.runs(12, finished=True) for one in store.rows(run.id)]
+    judged = {row.engine_digest: (run, row) for run, row in reversed(found) if row.verdict not in (None, "BASELINE")}
+    return list(reversed(judged.values()))
+
+
+def _approve(here: Site, rows: list[tuple[str, Row]], held: dict[str, Approved]) -> None:
+    with st.expander("Approve an engine"):
         if not rows:
             st.write("No judged engine yet: run a job, or `toolkit gate`.")
             return
-        chosen = st.selectbox("Engine", list(rows), key="release-engine", bind="query-params")
-        row = rows[chosen]
+        names = {f"{SIGNS[row.verdict or 'BASELINE']} {label(row)} · {run}": row for run, row in rows}
+        row = names[st.selectbox("Engine", list(names), key="release-engine", bind="query-params")]
         st.markdown(f"{common.badge(row.verdict or 'BASELINE')}  {common.plain(row.verdict_reason or '')}")
-        with st.form("publish", border=False):
-            left, right = st.columns(2)
-            alias = left.text_input("Alias", "production", key="alias", help="The name that will point at it.")
-            who = right.text_input("Who approves", _me(), key="who")
-            to = st.text_input("To", target, key="to", help="A folder, a URL such as s3://bucket/path, or "
-                               "hf://owner/name.")
-            reason = st.text_input("Why may it go?", key="reason", placeholder="Kept in card, statement and log")
-            portable = st.checkbox("With the portable checkpoint too", key="portable")
-            override = st.checkbox("Release without a passing verdict; this stays marked", key="override",
+        if row.engine_digest in held:
+            one = held[row.engine_digest]
+            st.caption(f"{common.plain(one.who)} approved it on {one.at[:10]}: {common.plain(one.reason)}")
+        with st.form("approve", border=False):
+            left, right = st.columns([1, 2])
+            who = left.text_input("Who approves", _me(), key="who")
+            reason = right.text_input("Why may it go?", key="reason", placeholder="Kept in card, statement and log")
+            override = st.checkbox("Without a passing verdict; its releases stay marked", key="override",
                                    disabled=row.verdict == "PASS")
-            pressed = st.form_submit_button("Approve and publish", type="primary")
+            pressed = st.form_submit_button("Approve", type="primary")
         if pressed:
-            _go(here, to.strip() or target, row.engine_digest, alias, who, reason, portable, override)
+            _decide(here, lambda store: approve(store, row.engine_digest, who, reason, override=override),
+                    f"{label(row)} is approved.")
+
+
+def _publish(here: Site, target: str, rows: list[tuple[str, Row]], held: dict[str, Approved]) -> None:
+    with st.expander("Publish an approved engine"):
+        names = {f"{label(row)} · {run}": row for run, row in rows if row.engine_digest in held}
+        if not names:
+            st.write("No engine is approved yet. Approving says who lets it go and why; publishing copies it.")
+            return
+        row = names[st.selectbox("Approved engine", list(names), key="publish-engine")]
+        one = held[row.engine_digest]
+        st.caption(f"{common.plain(one.who)}, {one.at[:10]}: {common.plain(one.reason)}")
+        with st.form("publish", border=False):
+            left, middle, right = st.columns([1, 1, 2])
+            alias = left.text_input("Alias", "production", key="alias", help="The name that will point at it.")
+            who = middle.text_input("Who publishes", _me(), key="publisher")
+            to = right.text_input("To", target, key="to", help="A folder, a URL such as s3://bucket/path, or "
+                                  "hf://owner/name.")
+            portable = st.checkbox("With the portable checkpoint too", key="portable")
+            pressed = st.form_submit_button("Publish", type="primary")
+        if pressed:
+            _go(here, to.strip() or target, row.engine_digest, alias, who, portable)
+
+
+def _approvals(here: Site, held: dict[str, Approved]) -> None:
+    """What is approved now, and taking one back."""
+    if not held:
+        return
+    st.subheader("Approved", anchor=False)
+    lines = _approved_lines(here, held)
+    st.dataframe(lines, hide_index=True, width="stretch", key="approved")
+    common.frame_exports("approved", lines)
+    if here.read_only:
+        return
+    with st.expander("Withdraw an approval"), st.form("withdraw", border=False):
+        names = {f"{line['engine']} · {line['digest']}": digest for line, digest in zip(lines, held, strict=True)}
+        chosen = st.selectbox("Approval", list(names), key="withdraw-engine")
+        left, right = st.columns([1, 2])
+        who = left.text_input("Who", _me(), key="withdraw-who")
+        reason = right.text_input("Why is it withdrawn?", key="withdraw-reason", placeholder="Kept in the log")
+        if st.form_submit_button("Withdraw"):
+            _decide(here, lambda store: withdraw(store, names[chosen], who, reason),
+                    "It is withdrawn. What was published stays until an alias is rolled back.")
+
+
+def _approved_lines(here: Site, held: dict[str, Approved]) -> list[dict[str, str]]:
+    with here.store() as store:
+        found = {engine: store.row_of_engine(engine) for engine in held}
+    return [{"engine": label(known[1].row) if (known := found[engine]) else words.MISSING, "digest": engine[:12],
+             "verdict": f"{one.word} (override)" if one.override else one.word, "policy": one.policy or words.MISSING,
+             "when": one.at[:16].replace("T", " "), "who": one.who, "why": one.reason}
+            for engine, one in held.items()]
+
+
+def _decide(here: Site, act: Callable[[RunStore], object], done: str) -> None:
+    """Do it and show the page anew, or say why it could not be done."""
+    try:
+        with here.store() as store:
+            act(store)
+    except ToolkitError as error:
+        st.error(common.plain(f"{error.message}. {error.hint}"))
+        return
+    st.session_state["said"] = done
+    st.rerun()
 
 
 def _me() -> str:
@@ -92,12 +172,11 @@ def _me() -> str:
         return ""
 
 
-def _go(here: Site, target: str, engine: str, alias: str, who: str, reason: str, portable: bool, override: bool
-        ) -> None:
+def _go(here: Site, target: str, engine: str, alias: str, who: str, portable: bool) -> None:
     from toolkit.publishing import Wish, publish_anywhere  # brings torch, so only when something is released
 
-    if not who.strip() or not reason.strip():
-        st.warning("A release needs a name and a reason.")
+    if not who.strip():
+        st.warning("A release needs the name of who publishes it.")
         return
     place = st.empty()
 
@@ -105,8 +184,7 @@ def _go(here: Site, target: str, engine: str, alias: str, who: str, reason: str,
         place.progress(min(1.0, event.done / event.total) if event.total else 0.0, text=common.plain(
             f"{event.stage} {event.message}"))
 
-    wish = Wish(alias=alias, reason=reason, who=who, override=reason if override else None,
-                parts=("engine", "checkpoint") if portable else ("engine",))
+    wish = Wish(alias=alias, who=who.strip(), parts=("engine", "checkpoint") if portable else ("engine",))
     try:
         with here.store() as store:
             found = store.resolve(engine)
@@ -136,8 +214,9 @@ def _list(releases: list[Release]) -> None:
     lines = [{"alias": ", ".join(release.aliases) or words.MISSING, "engine": label(release.record.row),
               "model": release.record.name, "verdict": release.record.word,
               "ΔNLL": words.nats_interval(release.record.row.delta_nll), "size": words.size(release.size_bytes),
-              "when": release.created[:16].replace("T", " "), "approved by": release.record.approval.who,
-              "why": release.record.approval.reason, "release": release.digest[:12]} for release in releases]
+              "published": release.created[:16].replace("T", " "), "by": release.record.publisher,
+              "approved by": release.record.approval.who, "why": release.record.approval.reason,
+              "release": release.digest[:12]} for release in releases]
     st.dataframe(lines, hide_index=True, width="stretch", key="releases")
     common.frame_exports("releases", lines)
 
@@ -176,24 +255,40 @@ def _verify(target: str) -> None:
                        f"released. Head of the log {outcome.audit_head[:16]}.")
 
 
-def _history(log: list[AuditEntry]) -> None:
+def _history(here: Site, log: list[AuditEntry], own_log: list[AuditEntry]) -> None:
+    """Aliases of the target and approvals of this home at the end of any day, and both logs."""
+    decisions = [entry for entry in own_log if entry.action in (APPROVE, WITHDRAW)]
+    if not log and not decisions:
+        return
     st.subheader("History", anchor=False)
-    first = datetime.fromisoformat(log[0].at).date()
+    first = min(datetime.fromisoformat(entry.at).date() for entry in [*log[:1], *decisions[:1]])
     today = datetime.now(UTC).date()
     place, _ = st.columns([1, 2])
-    day: date = place.date_input("Where aliases pointed at the end of", today, min_value=first, max_value=today,
-                              key="asof", bind="query-params")
-    held = as_of(log, parse_moment(day.isoformat()))
-    if held:
+    day: date = place.date_input("How it stood at the end of", today, min_value=first, max_value=today,
+                                 key="asof", bind="query-params")
+    moment = parse_moment(day.isoformat())
+    if aliases := as_of(log, moment):
         st.dataframe([{"alias": name, "release": move.digest[:12], "since": move.at[:16].replace("T", " "),
-                       "who": move.who, "why": move.reason} for name, move in held.items()], hide_index=True,
+                       "who": move.who, "why": move.reason} for name, move in aliases.items()], hide_index=True,
                      width="stretch", key="held")
     else:
-        st.write("No alias pointed anywhere on that day.")
-    with st.expander("The whole log"):
+        st.write("No alias of this target pointed anywhere on that day.")
+    if then := standing(own_log, moment):
+        st.dataframe(_approved_lines(here, then), hide_index=True, width="stretch", key="approved-then")
+    else:
+        st.write("No engine was approved on that day.")
+    _logs("The whole log of this target", "log", log)
+    _logs("Approvals and withdrawals of this home", "decisions", decisions)
+
+
+def _logs(title: str, key: str, entries: list[AuditEntry]) -> None:
+    if not entries:
+        return
+    with st.expander(title):
         lines = [{"when": entry.at[:19].replace("T", " "), "what": entry.action, "subject": entry.subject[:16],
-                  "detail": ", ".join(f"{name} {value[:16]}" for name, value in entry.detail.items()),
-                  "hash": entry.hash[:12]} for entry in reversed(log)]
-        st.dataframe(lines, hide_index=True, width="stretch", key="log")
+                  "detail": ", ".join(f"{name} {value[:12] if len(value) == 64 else value}"
+                                      for name, value in entry.detail.items() if value),
+                  "hash": entry.hash[:12]} for entry in reversed(entries)]
+        st.dataframe(lines, hide_index=True, width="stretch", key=key)
         st.caption("Each entry holds the hash of the one before it; `toolkit releases verify` walks the chain.")
-        common.frame_exports("log", lines)
+        common.frame_exports(key, lines)

@@ -12,7 +12,7 @@ import pytest
 from calib.artifact import Artifact, ArtifactWriter, sha256_hex
 from calib.errors import UnknownNameError
 from evals.report import Verdict
-from toolkit import history, oci, provenance, release, unpacking
+from toolkit import approving, history, oci, provenance, release, unpacking
 from toolkit.errors import DamagedReleaseError, ReleaseError, UsageError
 from toolkit.store import RunStore
 from toolkit.target import FolderTarget, open_target
@@ -43,7 +43,7 @@ def bundle_of(made, verdict, row, override=None, reason="passed"):
     record = release.ReleaseRecord(
         name="tiny", engine_digest=made.digest, checkpoint_digest="c" * 64, verdict_digest=verdict.digest,
         verdict=verdict.verdict, row=row, licences={}, parts=["engine"],
-        approval=release.Approval(who="ada", at=AT, reason=reason, override=override))
+        approval=release.Approval(who="ada", at=AT, reason=reason, override=override), created=AT, publisher="ada")
 
     def said(files, head):
         return provenance.as_files(provenance.statement(record, files, head, {"device": "cpu"}, {}, {}))
@@ -75,7 +75,7 @@ def target_of(tmp_path):
 def test_without_a_verdict_nothing_may_be_released(shop):
     store, made, _, _ = shop
     with pytest.raises(ReleaseError, match="has no verdict"):
-        release.passing_verdict(store, made.digest, None)
+        approving.passing_verdict(store, made.digest, None)
 
 
 @pytest.mark.parametrize("word", ["FAIL", "INCONCLUSIVE", "ANOMALOUS"])
@@ -83,7 +83,7 @@ def test_only_pass_may_be_released(shop, word):
     store, made, _, tmp_path = shop
     judged(store, tmp_path / "v", made.digest, word)
     with pytest.raises(ReleaseError, match=word):
-        release.passing_verdict(store, made.digest, None)
+        approving.passing_verdict(store, made.digest, None)
 
 
 def test_a_pass_under_another_policy_or_on_another_engine_does_not_count(shop):
@@ -91,8 +91,61 @@ def test_a_pass_under_another_policy_or_on_another_engine_does_not_count(shop):
     judged(store, tmp_path / "v", engine(tmp_path / "other", b"others").digest)
     judged(store, tmp_path / "w", made.digest, policy="d")
     with pytest.raises(ReleaseError, match="no verdict under this policy"):
-        release.passing_verdict(store, made.digest, "a" * 64)
-    assert release.passing_verdict(store, made.digest, "d" * 64).verdict.word == "PASS"
+        approving.passing_verdict(store, made.digest, "a" * 64)
+    assert approving.passing_verdict(store, made.digest, "d" * 64).verdict.word == "PASS"
+
+
+def test_an_approval_is_for_one_engine_and_one_verdict(shop):
+    store, made, _, folder = shop
+    with pytest.raises(ReleaseError, match="has no verdict"):
+        approving.approve(store, made.digest, "ada", "looks good")
+    first = judged(store, folder / "v1", made.digest)
+    with pytest.raises(ReleaseError, match="is not approved"):
+        approving.approval_of(store, made.digest)
+    for who, why in (("", "x"), ("ada", " ")):
+        with pytest.raises(ReleaseError, match="a name and a reason"):
+            approving.approve(store, made.digest, who, why)
+    given = approving.approve(store, made.digest, "ada", "looks good")
+    assert approving.approval_of(store, made.digest) == given
+    assert (given.verdict, given.word, given.policy, given.override) == (first.digest, "PASS", "demo", False)
+    judged(store, folder / "v2", made.digest, policy="d")
+    with pytest.raises(ReleaseError, match="on another verdict than its newest"):
+        approving.approval_of(store, made.digest)
+    assert approving.approval_of(store, made.digest, "a" * 64) == given, "under the policy it was given on it holds"
+    approving.approve(store, made.digest, "grace", "again")
+    assert approving.approval_of(store, made.digest).who == "grace"
+    approving.withdraw(store, made.digest, "ada", "recalled")
+    with pytest.raises(ReleaseError, match="is not approved"):
+        approving.approval_of(store, made.digest)
+    with pytest.raises(ReleaseError, match="is not approved"):
+        approving.withdraw(store, made.digest, "ada", "twice")
+    assert [entry.action for entry in store.audit()] == ["approve", "approve", "withdraw"]
+
+
+def test_without_a_pass_an_approval_needs_an_override_and_is_marked(shop):
+    store, made, _, folder = shop
+    judged(store, folder / "v", made.digest, word="FAIL")
+    with pytest.raises(ReleaseError, match="has the verdict FAIL"):
+        approving.approve(store, made.digest, "ada", "in a hurry")
+    given = approving.approve(store, made.digest, "ada", "a demo", override=True)
+    assert (given.word, given.override) == ("FAIL", True)
+    judged(store, folder / "v2", made.digest)
+    with pytest.raises(ReleaseError, match="nothing to override"):
+        approving.approval_of(store, made.digest)
+
+
+def test_what_was_approved_on_a_day(shop, monkeypatch):
+    from toolkit import audit
+    from toolkit.history import parse_moment
+
+    store, made, _, folder = shop
+    judged(store, folder / "v", made.digest)
+    for day, act in ((1, approving.approve), (3, approving.withdraw), (5, approving.approve)):
+        monkeypatch.setattr(audit, "now", lambda day=day: f"2026-01-0{day}T12:00:00+00:00")
+        act(store, made.digest, "ada", f"day {day}")
+    held = [approving.standing(store.audit(), parse_moment(f"2026-01-0{day}")) for day in range(1, 6)]
+    assert [one[made.digest].reason if one else None for one in held] == ["day 1", "day 1", None, None, "day 5"]
+    assert approving.standing(store.audit(), parse_moment("2025-12-31")) == {}
 
 
 def test_a_release_is_a_whole_copy_in_an_oci_layout(shop):

@@ -209,35 +209,53 @@ def test_read_only_offers_nothing_that_changes(open_page, own_home):
         assert not [button.label for button in page.button if button.label not in ("Verify every byte",)]
 
 
+def press(page, label):
+    next(button for button in page.button if button.label == label).click().run()
+    assert not page.exception
+
+
 def test_approve_publish_and_roll_back(open_page, own_home):
     target = FolderTarget(own_home.path / "releases")
     page = open_page(own_home, "releases")
     assert not page.exception
     assert "Nothing has been released here yet" in shown_text(page)
+    assert "No engine is approved yet" in shown_text(page)
     names = page.selectbox(key="release-engine").options
     assert len(names) == 2
     for number, name in enumerate(names):
         page.selectbox(key="release-engine").set_value(name).run()
         page.text_input(key="reason").set_value(f"reason {number}")
-        next(button for button in page.button if button.label == "Approve and publish").click().run()
-        assert not page.exception
+        press(page, "Approve")
+        assert "is approved" in shown_text(page)
+        page.selectbox(key="publish-engine").set_value(name.removeprefix("✓ ")).run()
+        page.text_input(key="publisher").set_value("grace")
+        press(page, "Publish")
         assert "names it now" in shown_text(page)
     first, second = sorted(list_releases(target), key=lambda release: release.record.approval.reason)
     assert release_of_alias(target, "production").digest == second.digest
+    assert {release.record.publisher for release in (first, second)} == {"grace"}
 
     page = open_page(own_home, "releases")
     page.text_input(key="rollback-reason").set_value("p99 doubled")
-    next(button for button in page.button if button.label == "Roll back").click().run()
-    assert not page.exception
+    press(page, "Roll back")
     assert release_of_alias(target, "production").digest == first.digest
     last = read_audit(target)[-1]
     assert (last.action, last.detail["reason"]) == ("rollback", "p99 doubled")
-    next(button for button in page.button if button.label == "Verify every byte").click().run()
+    press(page, "Verify every byte")
     assert "all as released" in shown_text(page)
 
 
-def test_without_a_reason_nothing_is_released(open_page, own_home):
+def test_an_approval_is_shown_and_withdrawn(open_page, own_home):
     page = open_page(own_home, "releases")
-    next(button for button in page.button if button.label == "Approve and publish").click().run()
+    press(page, "Approve")
     assert "needs a name and a reason" in shown_text(page)
+    page.text_input(key="reason").set_value("it passed")
+    press(page, "Approve")
+    held = next(frame.value for frame in page.dataframe if "policy" in frame.value)
+    assert (held["why"][0], held["verdict"][0]) == ("it passed", "PASS")
+    page.text_input(key="withdraw-reason").set_value("the data was wrong")
+    press(page, "Withdraw")
+    assert "It is withdrawn" in shown_text(page)
+    assert "No engine is approved yet" in shown_text(page)
+    assert "No engine was approved on that day" in shown_text(page)
     assert not (own_home.path / "releases").exists()

@@ -20,8 +20,9 @@ def register(app: typer.Typer) -> None:
                                                    show_default=False)],
                 policy: Annotated[Path | None, typer.Option(help="Only a verdict under this policy file counts.",
                                                             show_default=False)] = None,
-                reason: Annotated[str, typer.Option(help="Why it may go; kept in card and log.")] = "passed its gate",
-                override: Annotated[bool, typer.Option("--override", help="Release without a PASS; needs a --reason "
+                reason: Annotated[str | None, typer.Option(help="Approve it first, for this reason [default: "
+                                                           "`releases approve` has].", show_default=False)] = None,
+                override: Annotated[bool, typer.Option("--override", help="Approve without a PASS; needs a --reason "
                                                        "and stays marked.")] = False,
                 part: Annotated[list[str] | None, typer.Option(help="engine or checkpoint; may be repeated "
                                                                "[default: engine].", show_default=False)] = None,
@@ -29,20 +30,17 @@ def register(app: typer.Typer) -> None:
                                                          show_default=False)] = None) -> None:
         """Publish an engine with its evidence.
 
-        Refuses without a PASS verdict for exactly this engine.
+        Refuses an engine that is not approved on its newest verdict; an approval needs a PASS for exactly this engine.
         """
         from evals.policy import load_policy
-        from toolkit.errors import UsageError
         from toolkit.history import who_am_i
         from toolkit.publishing import Wish, publish_anywhere
         from toolkit.refs import resolve
         from toolkit.store import RunStore
 
-        if override and reason == "passed its gate":
-            raise UsageError("--override needs a --reason", "Say why it may go without a PASS.")
         rules = load_policy(policy) if policy else None
-        wish = Wish(alias=alias, reason=reason, who=who_am_i(), policy_sha256=rules.sha256 if rules else None,
-                    override=reason if override else None, parts=tuple(part or ("engine",)), key=key)
+        wish = Wish(alias=alias, who=who_am_i(), reason=reason, policy_sha256=rules.sha256 if rules else None,
+                    override=override, parts=tuple(part or ("engine",)), key=key)
         with RunStore(session.home.store) as store, session.watch() as watch:
             engine = resolve(ref, session.home, store, offline=session.offline).of_kind("engine")
             done, place = publish_anywhere(session.home, store, engine.path, to, wish, watch)

@@ -1,4 +1,4 @@
-"""``releases``: what a target holds, whether it is still as released, where aliases pointed, and back again."""
+"""``releases``: approve an engine, see what a target holds and whether it is as released, move an alias back."""
 
 from __future__ import annotations
 
@@ -10,16 +10,81 @@ import typer
 from toolkit.session import Session, verb
 
 Where = Annotated[str, typer.Option("--to", help="Folder or URL that `publish --to` wrote.", show_default=False)]
+EngineArgument = Annotated[str, typer.Argument(metavar="REF", show_default=False,
+                                               help="Engine: folder, digest prefix or alias:NAME.")]
+AtOption = Annotated[str | None, typer.Option(help="As of this date or time (UTC) [default: now].", show_default=False)]
+Reason = Annotated[str, typer.Option(help="Why; kept in the log.", show_default=False)]
 
 
 def register(app: typer.Typer) -> None:
-    group = typer.Typer(no_args_is_help=True, help="List, verify, pull and roll back releases; read their log.")
+    group = typer.Typer(no_args_is_help=True, help="Approve engines; list, verify, pull and roll back releases.")
     app.add_typer(group, name="releases")
-    _reading(group)
-    _moving(group)
+    for add in (_approve, _withdraw, _approvals, _ls, _verify, _log, _rollback, _pull):
+        add(group)
 
 
-def _reading(group: typer.Typer) -> None:
+def _approve(group: typer.Typer) -> None:
+    @verb(group, "approve")
+    def approve(session: Session, ref: EngineArgument, reason: Reason,
+                policy: Annotated[Path | None, typer.Option(help="Only a verdict under this policy file counts.",
+                                                            show_default=False)] = None,
+                override: Annotated[bool, typer.Option("--override", help="Approve without a PASS; its releases stay "
+                                                       "marked.")] = False) -> None:
+        """Let an engine go, on its newest verdict. `publish` then needs no reason; another verdict needs it again."""
+        from dataclasses import asdict
+
+        from calib.artifact import Artifact
+        from evals.policy import load_policy
+        from toolkit import approving
+        from toolkit.history import who_am_i
+        from toolkit.refs import resolve
+        from toolkit.store import RunStore
+
+        rules = load_policy(policy) if policy else None
+        with RunStore(session.home.store) as store:
+            engine = resolve(ref, session.home, store, offline=session.offline).of_kind("engine")
+            digest = Artifact.open(engine.path, "engine").digest
+            found = approving.approve(store, digest, who_am_i(), reason, override=override,
+                                      policy_sha256=rules.sha256 if rules else None)
+        session.show(asdict(found), [found.engine], f"{found.who} approved engine {found.engine[:12]} on its verdict "
+                     f"{found.word}{' (override)' if override else ''}: {found.reason}")
+
+
+def _withdraw(group: typer.Typer) -> None:
+    @verb(group, "withdraw")
+    def withdraw(session: Session, ref: EngineArgument, reason: Reason) -> None:
+        """Take an approval back. What was published meanwhile stays: `releases rollback` moves an alias."""
+        from calib.artifact import Artifact
+        from toolkit import approving
+        from toolkit.history import who_am_i
+        from toolkit.refs import resolve
+        from toolkit.store import RunStore
+
+        with RunStore(session.home.store) as store:
+            engine = resolve(ref, session.home, store, offline=session.offline).of_kind("engine")
+            digest = Artifact.open(engine.path, "engine").digest
+            approving.withdraw(store, digest, who_am_i(), reason)
+        session.show({"engine": digest, "approved": False}, [digest], f"engine {digest[:12]} is not approved any more")
+
+
+def _approvals(group: typer.Typer) -> None:
+    @verb(group, "approvals")
+    def approvals(session: Session, at: AtOption = None) -> None:
+        """Which engines are approved, by whom, when and why; with --at, as of then."""
+        from dataclasses import asdict
+
+        from toolkit.approving import standing
+        from toolkit.history import parse_moment
+        from toolkit.report.status import approvals_table
+        from toolkit.store import RunStore
+
+        with RunStore(session.home.store) as store:
+            held = standing(store.audit(), parse_moment(at) if at else None)
+        session.show({"at": at, "approvals": [asdict(one) for one in held.values()]}, list(held),
+                     approvals_table(held) if held else "No engine is approved.")
+
+
+def _ls(group: typer.Typer) -> None:
     @verb(group, "ls")
     def ls(session: Session, to: Where) -> None:
         """List the releases and aliases of a target."""
@@ -33,6 +98,8 @@ def _reading(group: typer.Typer) -> None:
                      [release.digest for release in found],
                      releases_table(found) if found else f"{target.name} holds no releases.")
 
+
+def _verify(group: typer.Typer) -> None:
     @verb(group, "verify")
     def verify(session: Session, to: Where,
                key: Annotated[Path | None, typer.Option(help="Public key (PEM): every release must be signed by it.",
@@ -60,6 +127,8 @@ def _reading(group: typer.Typer) -> None:
                      f"{outcome.releases} releases, {outcome.files} files, {outcome.bytes / 1e6:,.1f} MB: all as "
                      f"released. Audit log head {outcome.audit_head[:16]}.", *outcome.notes)
 
+
+def _log(group: typer.Typer) -> None:
     @verb(group, "log")
     def log(session: Session, to: Where,
             at: Annotated[str | None, typer.Option(help="Show where aliases pointed at this date or time (UTC).",
@@ -82,10 +151,10 @@ def _reading(group: typer.Typer) -> None:
                      held_table(held) if held else f"No alias pointed anywhere at {at}.")
 
 
-def _moving(group: typer.Typer) -> None:
+def _rollback(group: typer.Typer) -> None:
     @verb(group, "rollback")
     def rollback(session: Session, alias: Annotated[str, typer.Argument(help="Alias to move.")], to: Where,
-                 reason: Annotated[str, typer.Option(help="Why; kept in the log.", show_default=False)],
+                 reason: Reason,
                  release: Annotated[str | None, typer.Option(help="Digest or prefix [default: what it named before].",
                                                              show_default=False)] = None) -> None:
         """Move an alias back; the release is checked first, and nothing is deleted."""
@@ -99,6 +168,8 @@ def _moving(group: typer.Typer) -> None:
         session.show({"alias": alias, "release": found.digest, "target": target.name}, [found.digest],
                      f"alias:{alias} now names release {found.digest[:12]} ({found.record.name})")
 
+
+def _pull(group: typer.Typer) -> None:
     @verb(group, "pull")
     def pull(session: Session, alias: Annotated[str, typer.Argument(help="Alias whose release is copied.")], to: Where,
              out: Annotated[Path, typer.Option("--out", help="Folder to write; it must not exist.",

@@ -18,6 +18,7 @@ from toolkit.store import Run, StoredRow
 
 if TYPE_CHECKING:
     from evals.data import EvalData
+    from toolkit.approving import Approved
     from toolkit.audit import AuditEntry
     from toolkit.health import Check
     from toolkit.history import Move
@@ -120,6 +121,15 @@ def held_table(held: Mapping[str, Move]) -> Table:
     table = _table("alias", "release", "since", "who", "why")
     for name, move in held.items():
         table.add_row(name, move.digest[:12], move.at[:19].replace("T", " "), Text(move.who), Text(move.reason))
+    return table
+
+
+def approvals_table(held: Mapping[str, Approved]) -> Table:
+    table = _table("engine", "verdict", "policy", "approved", "who", "why")
+    for engine, one in held.items():
+        mark = Text(" override", style="bold red") if one.override else Text()
+        table.add_row(engine[:12], Text(one.word) + mark, Text(one.policy or words.MISSING),
+                      one.at[:19].replace("T", " "), Text(one.who), Text(one.reason))
     return table
 
 
