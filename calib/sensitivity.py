@@ -17,7 +17,6 @@ The record lies in an artifact's manifest (kind ``sensitivity``). Rows of text a
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 from collections.abc import Mapping, Sequence
@@ -25,10 +24,11 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError
 
-from calib.artifact import Artifact, ArtifactWriter, canonical_json, installed_versions, sha256_hex, write_atomic
+from calib.artifact import Artifact, ArtifactWriter, canonical_json, installed_versions, sha256_hex
 from calib.checkpoint import QuantizedCheckpoint
 from calib.dataset import pack_texts
 from calib.errors import ArtifactError, CalibError
+from calib.kept import read_kept, write_kept
 from calib.model import load_hf, resolve_model
 from calib.plan import make_plan
 from calib.progress import Report, silent
@@ -129,12 +129,11 @@ class _Sums:
 
     @classmethod
     def load(cls, path: Path, key: str) -> _Sums:
-        held = json.loads(path.read_bytes()) if path.is_file() else {}
-        return cls(held["rows"], held["values"]) if held.get("key") == key else cls()
+        held = read_kept(path, key)
+        return cls(held["rows"], held["sums"]) if held else cls()
 
     def save(self, path: Path, key: str) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, canonical_json({"key": key, "rows": self.rows, "values": self.values}))
+        write_kept(path, key, {"rows": self.rows, "sums": self.values})
 
     def plus(self, found: Mapping[str, float]) -> _Sums:
         added = {name: max(self.values.get(name, 0.0), value) if name.startswith("amax ") else

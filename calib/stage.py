@@ -6,7 +6,6 @@ a folder that is read back and compared with the plan.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,12 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from calib.artifact import canonical_json, write_atomic
 from calib.checkpoint import QuantizedCheckpoint
 from calib.dataset import pack_texts
 from calib.errors import CalibError
 from calib.formats.hf import write_shards
 from calib.head import HEAD, quantize_head, with_head
+from calib.kept import read_kept, write_kept
 from calib.layer_store import LayerStore
 from calib.layer_work import LayerWork
 from calib.layers import family_of
@@ -53,15 +52,12 @@ class Memory:
     losses: dict[str, float] = field(default_factory=dict)
 
     def load(self) -> None:
-        if self.path.is_file():
-            held = json.loads(self.path.read_bytes())
-            self.losses = held["losses"] if held.get("key") == self.key else {}
+        self.losses = read_kept(self.path, self.key)
 
     def __call__(self, name: str, measure: Callable[[], float]) -> float:
         if name not in self.losses:
             self.losses[name] = measure()
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(self.path, canonical_json({"key": self.key, "losses": self.losses}))
+            write_kept(self.path, self.key, self.losses)
         return self.losses[name]
 
 

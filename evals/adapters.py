@@ -12,7 +12,6 @@ values survive JSON unchanged: they are written with 9 digits.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,8 @@ from typing import Any
 import numpy as np
 
 from calib.artifact import canonical_json, sha256_hex, write_atomic
+from calib.json_text import parse_object
+from calib.kept import unsealed
 from calib.progress import Progress, Report, silent
 from engines.request import CompletionOutput, PromptScore, RequestOutput, SamplingParams
 from evals.errors import EvalError
@@ -79,14 +80,14 @@ class RequestRecorder:
         return len(self._requests)
 
 
+_AGAIN = "The file was cut off or changed; copy it again."
+_ASKED = {"key", "prompt"}
+
+
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
-            try:
-                yield json.loads(line)
-            except ValueError as error:
-                raise EvalError(f"{path} line {number} is not JSON: {error}", "The file was cut off; copy it again."
-                                ) from error
+            yield parse_object(line, f"{path} line {number}", EvalError, _AGAIN)
 
 
 def answer_requests(requests: Path, scorer: Scorer, responses: Path, *, key: str, batch: int = 16,
@@ -97,6 +98,8 @@ def answer_requests(requests: Path, scorer: Scorer, responses: Path, *, key: str
     text is to be written and ``scorer`` only scores.
     """
     waiting = list(_lines(requests))
+    if odd := next((n for n, one in enumerate(waiting, 1) if not set(one) >= _ASKED), None):
+        raise EvalError(f"{requests} line {odd} is no request", _AGAIN)
     total = len(waiting)
     with Journal(responses, key) as journal:
         groups: dict[bytes, list[dict[str, Any]]] = {}
@@ -176,9 +179,12 @@ class RecordedAnswers:
         self.key = ""
         for entry in _lines(responses):
             if "key" in entry:
-                self.key = entry["key"]
+                self.key = str(entry["key"])
             else:
-                self._answers.update(entry["values"])
+                values = unsealed(entry)
+                if values is None:
+                    raise EvalError(f"{responses} holds a line that is not what was answered", _AGAIN)
+                self._answers.update(values)
         if not self.key or not self._answers:
             raise EvalError(f"{responses} holds no responses", "Answer a requests file into it first.")
         if expected is not None and self.key != expected:

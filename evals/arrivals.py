@@ -43,7 +43,7 @@ def read_trace(path: Path | str) -> list[TraceRow]:
     replayed), or times that go back."""
     path, rows = Path(path), []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read trace {path}: {error}", "Give a JSONL file.") from error
     for number, line in enumerate(lines, 1):

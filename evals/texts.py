@@ -22,7 +22,7 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save
 
-from calib.artifact import write_atomic
+from calib.artifact import sha256_hex, write_atomic
 from calib.progress import Progress, Report
 from calib.text import Tokenizer
 from engines.request import PromptScore
@@ -70,6 +70,7 @@ def score_texts(scorer: Scorer, tokenizer: Tokenizer, texts: Sequence[Text], wor
     ``work``: "nll" float32 [tokens]; "ids" and "logprobs" when ``top_k``; "kl" float32 with a baseline.
     """
     with Journal(work / "texts.jsonl", key) as journal:
+        journal.drop([identity for identity, entry in journal.done.items() if _damaged(work, identity, entry)])
         for begin in range(0, len(texts), batch):
             chunk = [text for text in texts[begin:begin + batch] if text.id not in journal.done]
             report(Progress("texts", begin, len(texts), "text"))
@@ -95,9 +96,17 @@ def _score_chunk(scorer: Scorer, tokenizer: Tokenizer, chunk: Sequence[Text], wo
     for text, parts, found in zip(chunk, cut, known, strict=True):
         arrays, entry = _judge(text, [next(scores) for _ in parts], found)
         if arrays:
-            write_atomic(array_file(work, text.id), save(arrays))
+            content = save(arrays)
+            write_atomic(array_file(work, text.id), content)
+            entry["arrays"] = sha256_hex(content)
         done[text.id] = entry
     journal.add(done)
+
+
+def _damaged(work: Path, identity: str, entry: dict[str, Any]) -> bool:
+    """Whether the arrays that belong to a finished text are not the ones that were written."""
+    path = array_file(work, identity)
+    return "arrays" in entry and (not path.is_file() or sha256_hex(path.read_bytes()) != entry["arrays"])
 
 
 def _split(rows: np.ndarray, parts: Sequence[Sequence[int]]) -> list[np.ndarray]:

@@ -9,7 +9,7 @@ Nothing heavy is imported here: a verb's file names only options, and its body i
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
 import sqlite3
 import sys
@@ -43,7 +43,9 @@ from toolkit.commands import (
     ui,
     verify,
 )
+from toolkit.errors import UsageError
 from toolkit.home import find_home
+from toolkit.streams import mute, open_streams, write_json
 
 INTERRUPTED = 130
 _ROOMS = ("calib", "engines", "evals", "toolkit")
@@ -68,8 +70,10 @@ def main() -> None:
 def run_command(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code; never raises for an error."""
     as_json = "--json" in arguments
+    open_streams()
     _quiet_libraries()
     try:
+        _check_text(arguments)
         code = app(args=list(arguments), standalone_mode=False, prog_name="toolkit")
         sys.stdout.flush()
         if code == INTERRUPTED:  # the parser turns Ctrl-C into this exit code itself
@@ -83,10 +87,23 @@ def run_command(arguments: Sequence[str]) -> int:
         return _report(as_json, "interrupted", "interrupted", "Long work goes on where it stopped: run it again.",
                        INTERRUPTED)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        mute(sys.stdout)
         return 0
+    except SystemExit as error:  # the parser's own answer to a reader of its help that went away
+        if isinstance(error.__context__, BrokenPipeError):
+            mute(sys.stdout)
+            return 0
+        return _report(as_json, "internal", f"the command ended itself ({error.code})", "", ENVIRONMENT)
     except Exception as error:
         return _report(as_json, *_foreseen(error) or _unforeseen(arguments, error))
+
+
+def _check_text(arguments: Sequence[str]) -> None:
+    """UsageError for an argument that is no text: no record, JSON or store could hold it."""
+    for argument in arguments:
+        if any("\ud800" <= char <= "\udfff" for char in argument):
+            raise UsageError(f"the argument {shown(argument)} is not text in this locale's encoding",
+                             "Use a UTF-8 locale, and names in UTF-8.")
 
 
 def _quiet_libraries() -> None:
@@ -136,10 +153,11 @@ def _write_log(arguments: Sequence[str]) -> str:
         folder = find_home(chosen, os.environ.get("TOOLKIT_HOME")).logs
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{os.getpid()}.log"
-        path.write_text(text, encoding="utf-8")
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")
         return str(path)
     except (OSError, ToolkitError):
-        sys.stderr.write(text)
+        with contextlib.suppress(OSError):
+            sys.stderr.write(text)
         return "the lines above (no log could be written)"
 
 
@@ -154,10 +172,20 @@ def _usage(error: Exception) -> tuple[str, str]:
 
 
 def _report(as_json: bool, code: str, message: str, hint: str, exit_code: int) -> int:
-    if as_json:
-        sys.stdout.write(json.dumps({"error": {"code": code, "message": message, "hint": hint}},
-                                    ensure_ascii=False) + "\n")
-        return exit_code
+    try:
+        if as_json:
+            write_json({"error": {"code": code, "message": message, "hint": hint}})
+        else:
+            _print_error(message, hint)
+    except OSError:  # nobody is left to be told, or only on stderr: the exit code says it
+        mute(sys.stdout)
+        with contextlib.suppress(OSError):
+            sys.stderr.write(f"error: {message}\n")
+            sys.stderr.flush()
+    return exit_code
+
+
+def _print_error(message: str, hint: str) -> None:
     from rich.markup import escape
 
     from toolkit.console import stderr
@@ -166,4 +194,3 @@ def _report(as_json: bool, code: str, message: str, hint: str, exit_code: int) -
     console.print(f"[bold red]error:[/] {escape(message)}", soft_wrap=True)
     if hint:
         console.print(f"[dim]hint:[/]  {escape(hint)}", soft_wrap=True)
-    return exit_code

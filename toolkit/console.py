@@ -18,19 +18,31 @@ from rich.progress import Progress as Bars
 from rich.text import Text
 
 from calib.progress import Progress
+from toolkit.streams import mute
 
 EVERY_S = 30.0
 VERDICT_STYLE = {"PASS": "bold green", "FAIL": "bold red", "INCONCLUSIVE": "bold yellow", "ANOMALOUS": "bold magenta",
                  "BASELINE": "dim"}
 
 
+class _Patient(Console):
+    """A console whose reader may go away (``| head -1``): what follows is not shown, and the command goes on.
+
+    Rich's own way is to end the process with code 1, which is also the gate's FAIL.
+    """
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        mute(sys.stderr if self.stderr else sys.stdout)
+
+
 def stdout() -> Console:
     """Wide enough for the row table when the output is a file or a pipe."""
-    return Console(highlight=False, soft_wrap=not sys.stdout.isatty(), width=None if sys.stdout.isatty() else 200)
+    return _Patient(highlight=False, soft_wrap=not sys.stdout.isatty(), width=None if sys.stdout.isatty() else 200)
 
 
 def stderr() -> Console:
-    return Console(stderr=True, highlight=False)
+    return _Patient(stderr=True, highlight=False)
 
 
 def verdict_text(word: str | None) -> Text:

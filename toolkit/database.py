@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Self
 
-from toolkit.errors import UsageError
+from toolkit.errors import StoreError, UsageError
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS artifacts(digest TEXT PRIMARY KEY, kind TEXT NOT NULL, path TEXT NOT NULL,
@@ -50,12 +50,20 @@ class Database:
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
-        self._db = sqlite3.connect(path, timeout=30, isolation_level=None)
+        try:
+            self._db = sqlite3.connect(path, timeout=30, isolation_level=None)
+        except sqlite3.OperationalError as error:
+            raise StoreError(f"{path} cannot be opened: {error}", "Check the folder's permissions, or give another "
+                             "--home.") from error
         self._db.row_factory = sqlite3.Row
         try:
             self._db.execute("PRAGMA journal_mode=WAL")
             self._db.execute("PRAGMA foreign_keys=ON")
             self._db.executescript(_SCHEMA)
+        except sqlite3.OperationalError as error:  # locked, read-only, no space: the file itself may be well
+            self._db.close()
+            raise StoreError(f"{path} cannot be used: {error}", "Check its permissions and the free disk space, or "
+                             "give another --home.") from error
         except sqlite3.DatabaseError as error:
             self._db.close()
             raise UsageError(f"{path} is not a toolkit store: {error}", "Move the file away, or give another --home."

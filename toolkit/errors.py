@@ -24,6 +24,13 @@ class MissingDataError(ToolkitError):
     exit_code = ENVIRONMENT
 
 
+class StoreError(ToolkitError):
+    """The store's file cannot be opened or written now."""
+
+    code = "store"
+    exit_code = ENVIRONMENT
+
+
 class NoRunError(ToolkitError):
     """The store has no run, artifact or release of that name."""
 

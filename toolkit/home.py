@@ -69,9 +69,20 @@ class Home:
 
 def _user_data_folder() -> Path:
     if sys.platform == "darwin":
-        return Path.home() / "Library" / "Application Support" / "llm-quant-toolkit"
+        return Path("~/Library/Application Support/llm-quant-toolkit")
     data = os.environ.get("XDG_DATA_HOME")
-    return (Path(data) if data else Path.home() / ".local" / "share") / "llm-quant-toolkit"
+    return (Path(data) if data else Path("~/.local/share")) / "llm-quant-toolkit"
+
+
+def expanded(path: Path) -> Path:
+    """``~`` resolved, absolute. UsageError when nobody knows whose home that is."""
+    try:
+        found = path.expanduser()
+    except RuntimeError as error:
+        raise UsageError(f"{path}: this user has no home folder", "Give a folder with --home, or set HOME.") from error
+    if str(path).startswith("~") and not (found.is_absolute() and os.environ.get("HOME", "/")):
+        raise UsageError(f"{path} is {found}: HOME names no folder", "Give a folder with --home, or set HOME.")
+    return found.absolute()
 
 
 def find_home(option: Path | None, named: str | None = None) -> Home:
@@ -79,7 +90,7 @@ def find_home(option: Path | None, named: str | None = None) -> Home:
 
     UsageError when it is a file.
     """
-    path = (option or (Path(named) if named else _user_data_folder())).expanduser().absolute()
+    path = expanded(option or (Path(named) if named else _user_data_folder()))
     if path.exists() and not path.is_dir():
         raise UsageError(f"home {path} is a file", "Give a folder with --home.")
     return Home(path)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from calib.artifact import Artifact
+from calib.json_text import parse_object
 from toolkit import making, stages
 from toolkit.errors import UsageError
 from toolkit.refs import Ref, resolve
@@ -36,7 +36,8 @@ def user_data(shop: Workshop, path: Path, kind: str) -> EvalData:
     place = shop.home.data / "own" / f"{kind}-{sha256_hex(content)[:16]}"
     if (place / "manifest.json").is_file():
         return EvalData.load(place)
-    rows = [_row(path, number, line) for number, line in enumerate(content.decode().splitlines(), 1) if line.strip()]
+    rows = [parse_object(line, f"{path} line {number}", UsageError, "One JSON object a line.")
+            for number, line in enumerate(content.split(b"\n"), 1) if line.strip()]
     if not rows:
         raise UsageError(f"{path} holds no examples", "One JSON object a line.")
     if wrong := next((n for n, row in enumerate(rows, 1) if _kind_of(row) != kind), None):
@@ -57,16 +58,6 @@ def _kind_of(row: dict[str, Any]) -> str | None:
     if "question" not in row:
         return None
     return "choice" if "choices" in row else "exact"
-
-
-def _row(path: Path, number: int, line: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UsageError(f"{path} line {number} is not JSON: {error.msg}", "One JSON object a line.") from error
-    if not isinstance(row, dict):
-        raise UsageError(f"{path} line {number} is not an object", "One JSON object a line.")
-    return row
 
 
 def refuse_calibrated(shop: Workshop, engine: Engine, data: EvalData) -> None:

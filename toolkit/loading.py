@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -115,12 +116,20 @@ def run_plan(shop: Workshop, plan: LoadPlan, folder: Path, out: Path | None, key
         if out is not None and place.exists():
             raise UsageError(f"{place} exists already", "Choose another folder with --out.")
         artifact = shop.standing(place, "latency-sweep")
+        if artifact is not None and failed(load_record(place, LatencySweep)):
+            shutil.rmtree(place)  # a server that was down is asked again
+            artifact = None
         if artifact is None:
             sweep_endpoint(plan, target, tokenizer, place, folder=folder, key=key, report=shop.report)
             artifact = Artifact.open(place, "latency-sweep")
             shop.store.remember(artifact)
         done.append((load_record(place, LatencySweep), artifact))
     return done
+
+
+def failed(sweep: LatencySweep) -> bool:
+    """Whether no cell has a figure that may be used."""
+    return all(cell.invalid for cell in sweep.cells)
 
 
 def _place(shop: Workshop, plan: LoadPlan, target: TargetSpec, tokenizer: Tokenizer, out: Path | None) -> Path:

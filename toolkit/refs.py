@@ -14,7 +14,7 @@ from calib.artifact import MANIFEST, Artifact
 from calib.errors import UnknownNameError
 from calib.json_text import parse_object
 from toolkit.errors import NoRunError, UsageError
-from toolkit.home import Home
+from toolkit.home import Home, expanded
 from toolkit.store import RunStore
 
 
@@ -42,7 +42,7 @@ def resolve(name: str, home: Home, store: RunStore, *, offline: bool = False) ->
     """UnknownNameError, UsageError or NoRunError when the name stands for nothing here."""
     if name.startswith("alias:"):
         return _alias(name, home, store)
-    path = Path(name).expanduser()
+    path = expanded(Path(name)) if name.startswith("~") else Path(name)
     if path.exists():
         return _path(name, path)
     if found := store.resolve(name):

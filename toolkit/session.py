@@ -10,9 +10,7 @@ Progress and notes always go to stderr.
 from __future__ import annotations
 
 import inspect
-import json
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +20,7 @@ import typer
 
 from toolkit.errors import UsageError
 from toolkit.home import Home, find_home
+from toolkit.streams import write_json, write_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -56,9 +55,9 @@ class Session:
     def show(self, document: Any, ids: list[str], *parts: RenderableType) -> None:
         """The verb's result: ``document`` for --json, ``ids`` for -q, ``parts`` (rich) for people."""
         if self.as_json:
-            sys.stdout.write(json.dumps(document, ensure_ascii=False, allow_nan=False, indent=2) + "\n")
+            write_json(document, indent=2)
         elif self.quiet:
-            sys.stdout.write("".join(f"{name}\n" for name in ids))
+            write_text("".join(f"{name}\n" for name in ids))
         else:
             from toolkit.console import stdout
 

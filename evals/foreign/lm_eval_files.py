@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from calib.artifact import sha256_hex, write_atomic
+from calib.json_text import parse_json
 from calib.scheme import Frozen
 from evals.errors import DataError
 from evals.foreign.record import ForeignFormatError, mapping, number, read_json, require
@@ -76,10 +77,11 @@ def _figures(values: dict[str, Any], where: str) -> dict[str, float]:
 
 def _samples(path: Path, task: str, metric: str, filter_name: str) -> list[Item]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-        rows = [mapping(json.loads(line), f"{path} line {i}", TOOL) for i, line in enumerate(lines, 1) if line.strip()]
-    except (OSError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ForeignFormatError(f"{path} is not JSON Lines: {error}", "The file is cut off or damaged.") from error
+        lines = path.read_bytes().split(b"\n")
+    except OSError as error:
+        raise ForeignFormatError(f"cannot read {path}: {error.strerror}", "Give the harness's samples file.") from error
+    rows = [mapping(parse_json(line, f"{path} line {i}", ForeignFormatError, "The file is cut off or damaged."),
+                    f"{path} line {i}", TOOL) for i, line in enumerate(lines, 1) if line.strip()]
     chosen = [row for row in rows if row.get("filter", "none") == filter_name]
     if not chosen:
         raise DataError(f"{path} has no samples under filter {filter_name!r}", "Run the harness with --log_samples.")

@@ -7,12 +7,12 @@ None. A file of another layout or version is refused by name, never read as far 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from calib.json_text import parse_json
 from evals.errors import EvalError
 
 
@@ -25,11 +25,10 @@ class ForeignFormatError(EvalError):
 def read_json(path: Path | str, tool: str) -> Any:
     """A JSON document. ForeignFormatError when it cannot be read or parsed."""
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        content = Path(path).read_bytes()
     except OSError as error:
         raise ForeignFormatError(f"cannot read {path}: {error.strerror}", f"Give a {tool} file.") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ForeignFormatError(f"{path} is not JSON: {error}", f"Give a {tool} file.") from error
+    return parse_json(content, str(path), ForeignFormatError, f"Give a {tool} file.")
 
 
 def mapping(value: Any, where: str, tool: str) -> dict[str, Any]:

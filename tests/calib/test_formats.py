@@ -111,7 +111,7 @@ def test_modelopt_int8_without_input_scale_is_dynamic(tmp_path):
 @pytest.mark.parametrize(("section", "tensors", "error", "what"), [
     ({"quant_method": "bitsandbytes"}, {}, UnknownNameError, "bitsandbytes"),
     ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, {}, UnknownNameError, "NVFP4"),
-    ({"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "INT8"}, {}, UnknownNameError, "INT8"),
+    ({"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "NVFP4"}, {}, UnknownNameError, "NVFP4"),
     ({"quant_method": "modelopt", "quant_algo": "W4A16_AWQ"}, {}, CalibError, "stores U8"),
     ({"quant_method": "modelopt", "quant_algo": "W8A16"}, {f"{MODULE}.weight_scale": torch.ones(5)}, CalibError,
      r"shape \[5\].*\[6\]"),

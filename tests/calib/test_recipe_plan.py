@@ -137,8 +137,10 @@ def test_missing_truncated_and_incomplete_weights_are_named(model_folder, tmp_pa
 
 def test_another_models_tokenizer_is_refused_before_anything(model_folder, tmp_path):
     folder = copy_of(model_folder, tmp_path)
-    changed_config(folder, vocab_size=1000)
-    with pytest.raises(CalibError, match="264 tokens"):
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["added_tokens"].append(tokenizer["added_tokens"][-1] | {"id": 264, "content": "<|one too many|>"})
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(CalibError, match="265 tokens"):
         make_plan(folder, load_recipe("fp8"))
 
 

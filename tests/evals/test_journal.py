@@ -40,3 +40,28 @@ def test_two_processes_may_not_share_it_and_nan_is_refused(tmp_path):
         with pytest.raises(ValueError):
             journal.add({"a": float("nan")})
         assert journal.done == {}
+
+
+def test_a_changed_digit_is_not_believed_and_what_follows_is_done_again(tmp_path):
+    path = tmp_path / "j.jsonl"
+    with Journal(path, "k") as journal:
+        journal.add({"a": 1.25})
+        journal.add({"b": 2.5})
+        journal.add({"c": {"7": 1, "10": 2}})
+    path.write_bytes(path.read_bytes().replace(b"2.5}", b"2.6}"))
+    with Journal(path, "k") as journal:
+        assert journal.done == {"a": 1.25}
+        journal.add({"b": 2.5})
+    with Journal(path, "k") as journal:
+        assert journal.done == {"a": 1.25, "b": 2.5}
+
+
+@pytest.mark.parametrize("content", [b"\xff\n", b"[]\n", b'{"key": "k"', b"[" * 100_000 + b"\n", b"\n\n"])
+def test_what_is_no_journal_is_begun_anew(tmp_path, content):
+    path = tmp_path / "j.jsonl"
+    path.write_bytes(content)
+    with Journal(path, "k") as journal:
+        assert journal.done == {}
+        journal.add({"a": 1})
+    with Journal(path, "k") as journal:
+        assert journal.done == {"a": 1}

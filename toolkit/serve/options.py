@@ -74,7 +74,11 @@ class ServeOptions(Frozen):
 def read_keys(path: Path) -> tuple[ApiKey, ...]:
     """A file of callers, one ``name:secret`` a line; UsageError for anything else."""
     keys: list[ApiKey] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not UTF-8", "Write one name:secret a line.") from error
+    for number, line in enumerate(lines, 1):
         if not line.strip() or line.startswith("#"):
             continue
         name, colon, secret = line.strip().partition(":")
