@@ -70,7 +70,8 @@ def run_parts(run: Run, rows: Sequence[StoredRow]) -> list[RenderableType]:
     parts: list[RenderableType] = [Text.assemble((run.job, "bold"), f"  run {run.id}  ",
                                                  (run.status, _STATUS.get(run.status, "")))]
     if not rows:
-        return [*parts, Text("No engine has been judged yet.", style="dim")]
+        return [*parts, Text("The table is written when every engine has been judged; `toolkit jobs ls` shows how far "
+                             "it is. A run that was stopped or killed goes on when its job is run again.", style="dim")]
     parts += [tables.terminal(plain, stdout().width), Text("\n".join(tables.caption(plain)), style="dim"), Text("")]
     parts += _verdict_lines(plain)
     pairs = [pair for stored in rows if (pair := words.agreement(stored.row, stored.model_delta))]
@@ -88,11 +89,11 @@ def _verdict_lines(rows: Sequence[Row]) -> list[RenderableType]:
 
 
 def agreement_table(pairs: Sequence[words.Agreement]) -> Table:
-    table = _table("engine", "model in memory", "engine built from it", "added", "", right=(
+    table = _table("engine", "model in memory", "engine built from it", "added", "interval", right=(
         "model in memory", "engine built from it", "added"))
     for pair in pairs:
         table.add_row(pair.label, words.nats_interval(pair.model), words.nats_interval(pair.engine),
-                      words.nats(pair.added), "within the interval" if pair.agrees else "outside the interval")
+                      words.nats(pair.added), "within" if pair.agrees else "outside")
     return table
 
 

@@ -1,7 +1,7 @@
 """Rows as tables: for a terminal (rich), for Markdown, and as a DataFrame of numbers for figures and the page.
 
-The columns are listed once, in ``COLUMNS``; each says how its figure is written. Terminals narrower than ``WIDE`` get
-the columns a choice is made by, everything else gets all.
+The columns are listed once, in ``COLUMNS``; each says how its figure is written. A terminal gets as many as fit whole,
+the ones a choice is made by first; everything else gets all.
 """
 
 from __future__ import annotations
@@ -17,34 +17,35 @@ from toolkit.report import words
 if TYPE_CHECKING:
     import pandas
     from rich.table import Table
+    from rich.text import Text
 
 WIDE = 150
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """``write`` turns a row into the cell's text; ``core`` columns appear on narrow terminals too."""
+    """``write`` turns a row into the cell's text; where not all columns fit, the highest ``rank`` goes first."""
 
     title: str
     unit: str
     write: Callable[[Row], str]
-    core: bool = False
+    rank: int = 0
     left: bool = False
 
 
 COLUMNS = (
-    Column("engine", "", label, core=True, left=True),
-    Column("ΔNLL", "nats/token [95 %]", lambda row: words.nats_interval(row.delta_nll), core=True),
-    Column("KL", "nats/token", lambda row: words.number(row.kl_mean, 4)),
-    Column("same top-1", "", lambda row: words.percent(row.same_top1)),
-    Column("accuracy", "[95 %]", lambda row: words.percent_interval(row.accuracy), core=True),
-    Column("flips", "", lambda row: words.percent(row.flips)),
-    Column("TTFT", "ms", lambda row: words.milliseconds(row.ttft_ms)),
-    Column("TPOT", "ms", lambda row: words.milliseconds(row.tpot_ms), core=True),
-    Column("output", "tok/s", lambda row: words.rate(row.out_tok_s), core=True),
-    Column("size", "", lambda row: words.size(row.size_bytes), core=True),
-    Column("memory", "peak", lambda row: words.size(row.peak_memory_bytes)),
-    Column("verdict", "", lambda row: row.verdict or words.MISSING, core=True, left=True),
+    Column("engine", "", label, left=True),
+    Column("ΔNLL", "nats/token [95 %]", lambda row: words.nats_interval(row.delta_nll)),
+    Column("KL", "nats/token", lambda row: words.number(row.kl_mean, 4), rank=5),
+    Column("same top-1", "", lambda row: words.percent(row.same_top1), rank=8),
+    Column("accuracy", "[95 %]", lambda row: words.percent_interval(row.accuracy), rank=3),
+    Column("flips", "", lambda row: words.percent(row.flips), rank=7),
+    Column("TTFT", "ms", lambda row: words.milliseconds(row.ttft_ms), rank=4),
+    Column("TPOT", "ms", lambda row: words.milliseconds(row.tpot_ms)),
+    Column("output", "tok/s", lambda row: words.rate(row.out_tok_s), rank=1),
+    Column("size", "", lambda row: words.size(row.size_bytes), rank=2),
+    Column("memory", "peak", lambda row: words.size(row.peak_memory_bytes), rank=6),
+    Column("verdict", "", lambda row: row.verdict or words.MISSING, left=True),
 )
 
 
@@ -72,22 +73,31 @@ def caption(rows: Sequence[Row]) -> list[str]:
 
 
 def terminal(rows: Sequence[Row], width: int = WIDE) -> Table:
-    """A rich table, numbers right-aligned, verdicts coloured."""
+    """A rich table, numbers right-aligned, verdicts coloured, no cell cut where the columns of rank 0 fit."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    from toolkit.console import verdict_text
-
+    columns = list(COLUMNS)
+    needed = {column.title: max(map(len, (column.title, column.unit, *(_cell(column, row).plain for row in rows))))
+              for column in columns}
+    while sum(needed[column.title] + 3 for column in columns) - 2 > width and any(column.rank for column in columns):
+        columns.remove(max(columns, key=lambda column: column.rank))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, header_style="bold")
-    columns = [column for column in COLUMNS if column.core or width >= WIDE]
     for column in columns:
         heading = Text.assemble(column.title, ("\n" + column.unit if column.unit else "", "dim not bold"))
         table.add_column(heading, justify="left" if column.left else "right", no_wrap=True, vertical="bottom")
     for row in rows:
-        table.add_row(*[verdict_text(row.verdict) if column.title == "verdict" else column.write(row)
-                        for column in columns])
+        table.add_row(*[_cell(column, row) for column in columns])
     return table
+
+
+def _cell(column: Column, row: Row) -> Text:
+    from rich.text import Text
+
+    from toolkit.console import verdict_text
+
+    return verdict_text(row.verdict) if column.title == "verdict" else Text(column.write(row))
 
 
 def escape_markdown(text: str) -> str:
