@@ -8,6 +8,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 install: .venv/.installed
 
 .venv/.installed: pyproject.toml constraints.txt
+	@echo "Installing into .venv (some minutes, 2.3 GB) ..."
 	$(PYTHON) -m venv .venv
 	$(PIP) --editable .
 	touch $@
