@@ -132,6 +132,15 @@ def _scan(folder: Path) -> dict[str, Path]:
     return found
 
 
+def _is_artifact(folder: Path) -> bool:
+    """Whether a manifest of ours lies there; other tools have files of that name too."""
+    try:
+        Manifest.model_validate_json((folder / MANIFEST).read_bytes())
+    except (OSError, ValidationError):
+        return False
+    return True
+
+
 @dataclass(frozen=True, slots=True)
 class Artifact:
     """An opened, complete artifact. Opening checks names, sizes and the digest; ``check`` re-reads what is used."""
@@ -251,6 +260,7 @@ class ArtifactWriter:
         return place
 
     def __enter__(self) -> ArtifactWriter:
+        self._refuse_inside()
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._lock = self.path.with_name(f".{self.path.name}.lock").open("wb")
         try:
@@ -260,6 +270,9 @@ class ArtifactWriter:
             raise ArtifactError(f"another process is writing {self.path}", "Wait for it, or choose another folder."
                                 ) from error
         try:
+            old = self.path.with_name(f".{self.path.name}.old")
+            if old.exists() and not self.path.exists():  # killed between the two renames of a replacement
+                old.rename(self.path)
             self._refuse_or_clear()
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir()
@@ -267,6 +280,12 @@ class ArtifactWriter:
             self._unlock()
             raise
         return self
+
+    def _refuse_inside(self) -> None:
+        """A file more, and the artifact around it would not open again."""
+        for folder in self.path.parents:
+            if _is_artifact(folder):
+                raise ArtifactError(f"{self.path} lies inside the artifact {folder}", "Choose a folder outside of it.")
 
     def _refuse_or_clear(self) -> None:
         if not self.path.exists():

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import sqlite3
 import sys
 import traceback
@@ -64,7 +65,13 @@ _ClickException: type[Exception] = next(kind for kind in typer.BadParameter.__mr
 
 def main() -> None:
     """The console script."""
+    end_on_sigterm()
     sys.exit(run_command(sys.argv[1:]))
+
+
+def end_on_sigterm() -> None:
+    """SIGTERM ends work like Ctrl-C does: what is half-written is removed, what is done stays, exit code 130."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def run_command(arguments: Sequence[str]) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from toolkit.cli import INTERRUPTED, run_command
+from toolkit.cli import INTERRUPTED, end_on_sigterm, run_command
 from toolkit.home import Home
 from toolkit.jobs import JobTable, folder_of
 
@@ -29,6 +29,7 @@ def main(home: Home, job: str) -> int:
     """The exit code of the verb."""
     # A server started in the background ignores Ctrl-C, and its children with it: no job could be cancelled.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    end_on_sigterm()
     code = INTERRUPTED
     with JobTable(home.store) as table:
         work = table.find(job)

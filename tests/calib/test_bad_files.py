@@ -287,3 +287,24 @@ def test_a_flipped_byte_is_seen_when_the_file_is_used(tmp_path):
     (tmp_path / "a" / "scales").write_bytes(b"\0" * 99 + b"\1")
     with pytest.raises(ArtifactError, match="scales was changed after it was written"):
         Artifact.open(tmp_path / "a").check(["scales"])
+
+
+def test_nothing_is_written_into_an_artifact(tmp_path):
+    with ArtifactWriter(tmp_path / "a", "verdict") as writer:
+        (writer.folder / "x").write_bytes(b"x")
+    with (pytest.raises(ArtifactError, match="lies inside the artifact"),
+          ArtifactWriter(tmp_path / "a" / "b", "verdict")):
+        pass
+    assert Artifact.open(tmp_path / "a").verify() == []
+    (tmp_path / "manifest.json").write_text('{"name": "a web page"}')
+    with ArtifactWriter(tmp_path / "c", "verdict"):
+        pass
+
+
+def test_a_replacement_that_was_killed_between_its_renames_loses_nothing(tmp_path):
+    with ArtifactWriter(tmp_path / "a", "verdict") as writer:
+        (writer.folder / "x").write_bytes(b"x")
+    (tmp_path / "a").rename(tmp_path / ".a.old")
+    with pytest.raises(ZeroDivisionError), ArtifactWriter(tmp_path / "a", "verdict", replace=True):
+        raise ZeroDivisionError
+    assert Artifact.open(tmp_path / "a").verify() == []

@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 
@@ -112,3 +113,18 @@ def test_memory_that_runs_out_is_said_so(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr("toolkit.store.RunStore.__init__", greedy)
     assert cli.run_command(["runs", "ls", "--home", str(tmp_path)]) == 4
     assert "not enough memory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_in_the_middle_leaves_nothing_half_written(tmp_path, number):
+    script = ("import sys, time\nfrom toolkit import cli\nfrom calib.artifact import ArtifactWriter\ndef work(*_, **__):\n"
+              f"    with ArtifactWriter({str(tmp_path / 'a')!r}, 'verdict') as writer:\n"
+              "        (writer.folder / 'half').write_bytes(b'x')\n        print('in', flush=True)\n"
+              "        time.sleep(60)\ncli.app = work\nsys.argv = ['toolkit', '--json']\ncli.main()\n")
+    child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert child.stdout.readline() == "in\n"
+    child.send_signal(number)
+    out, _ = child.communicate(timeout=30)
+    assert child.returncode == 130
+    assert json.loads(out)["error"]["code"] == "interrupted"
+    assert [path.name for path in tmp_path.iterdir()] == [".a.lock"]
