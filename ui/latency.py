@@ -11,7 +11,7 @@ from evals.metric import METRICS
 from evals.report import LatencySweep, Row
 from evals.tradeoff import label
 from toolkit import evidence as found_evidence
-from toolkit.report import charts, speed, structure, words
+from toolkit.report import charts, plots, speed, structure, words
 from toolkit.report.axes import COST
 from toolkit.store import RunStore
 from ui import common, evidence
@@ -29,28 +29,32 @@ def page() -> None:
                      "throughput over batch sizes and lengths.",
                      f"toolkit sweep ENGINE --cells 1x32x24,8x32x24 --home {shown.site.home.path}")
         return
-    rows, endpoints = _pick(shown)
+    rows, endpoints, known = _pick(shown)
     _figures(rows, endpoints)
     _objectives(rows, endpoints)
-    _percentiles(endpoints)
+    _percentiles(shown, endpoints, known)
     _cells(shown, rows, endpoints)
     _kernels(shown)
 
 
-@st.cache_data(max_entries=8, ttl=30, show_spinner=False)
-def _endpoints(path: str) -> list[LatencySweep]:
+@st.cache_data(max_entries=8, show_spinner=False)
+def _endpoints(path: str, swept: tuple[str, ...]) -> list[LatencySweep]:
+    """``swept``: the sweeps that there are; a new one is read at once."""
     with RunStore(Path(path)) as store:
-        return found_evidence.endpoint_sweeps(store)
+        return speed.told_apart(found_evidence.endpoint_sweeps(store))
 
 
-def _pick(shown: Shown) -> tuple[list[Row], list[LatencySweep]]:
+def _pick(shown: Shown) -> tuple[list[Row], list[LatencySweep], int]:
+    """(engines, endpoints, how many endpoints there are to choose from)."""
     names = {label(row): row for row in shown.rows if row.cells}
     chosen = st.pills("Engines", list(names), selection_mode="multi", default=list(names), key="engines",
                       bind="query-params")
-    sweeps = {sweep.target.name: sweep for sweep in _endpoints(str(shown.site.home.store))}
+    with shown.site.store() as store:
+        swept = tuple(path.name for path in store.artifacts("latency-sweep"))
+    sweeps = {sweep.target.name: sweep for sweep in _endpoints(str(shown.site.home.store), swept)}
     also = st.pills("Endpoints", list(sweeps), selection_mode="multi", key="endpoints",
                     bind="query-params") if sweeps else []
-    return [names[name] for name in chosen or ()], [sweeps[name] for name in also or ()]
+    return [names[name] for name in chosen or ()], [sweeps[name] for name in also or ()], len(sweeps)
 
 
 def _figures(rows: list[Row], endpoints: list[LatencySweep]) -> None:
@@ -77,7 +81,7 @@ def _figures(rows: list[Row], endpoints: list[LatencySweep]) -> None:
 
 def _objectives(rows: list[Row], endpoints: list[LatencySweep]) -> None:
     st.subheader("Goodput within objectives", anchor=False)
-    cells = [cell for row in rows for cell in row.cells if cell.invalid is None]
+    cells = [cell for one in (*rows, *endpoints) for cell in one.cells if cell.invalid is None]
     left, right = st.columns(2)
     ttft = _objective(left, "TTFT at most", "slo_ttft", [cell.ttft_ms for cell in cells if cell.ttft_ms])
     tpot = _objective(right, "TPOT at most", "slo_tpot", [cell.tpot_ms for cell in cells if cell.tpot_ms])
@@ -110,12 +114,28 @@ def _objective(place: st.delta_generator.DeltaGenerator, name: str, key: str, va
     return None if chosen == common.ANY else float(chosen)
 
 
-def _percentiles(endpoints: list[LatencySweep]) -> None:
+def _percentiles(shown: Shown, endpoints: list[LatencySweep], known: int) -> None:
+    st.subheader("Percentiles of endpoints", anchor=False)
     lines = speed.percentiles(endpoints)
-    if lines:
-        st.subheader("Percentiles", anchor=False)
-        st.dataframe(lines, hide_index=True, width="stretch", key="percentiles")
-        st.caption("Over the requests of each load, by linear interpolation; p99 only from 100 requests on.")
+    if not lines:
+        st.write("Choose an endpoint above." if known else "An engine in process is timed as a batch. Percentiles over "
+                 "requests come from a server under load: start one, and sweep it.")
+        if not known:
+            st.code(f"toolkit serve ENGINE --port 8000 --home {shown.site.home.path}\n"
+                    "toolkit sweep --url http://127.0.0.1:8000 --model NAME --tokenizer ENGINE --lengths 512x64 "
+                    f"--concurrency 1,4,16 --home {shown.site.home.path}", language=None)
+        return
+    common.legend([], [sweep.target.name for sweep in endpoints])
+    for column, key in zip(st.columns(2, gap="medium"), ("ttft_ms", "tpot_ms"), strict=True):
+        with column:
+            st.markdown(f"**{COST[key].title}**, {COST[key].unit}")
+            common.chart(plots.percentiles(endpoints, key, COST[key].unit, common.palette()), f"percentiles-{key}",
+                         f"p50, p90 and p99 of {COST[key].title} over load; the table below holds the same figures")
+    st.caption("Solid p50, dashed p90, dotted p99: over the requests of each load, by linear interpolation; p99 only "
+               "from 100 requests on. Lines are medians over the runs, the table has every run.")
+    st.dataframe(lines, hide_index=True, width="stretch", key="percentiles", column_config={
+        name: st.column_config.NumberColumn(name, format="%.2f") for name in lines[0] if name[:4] in ("TTFT", "TPOT")})
+    common.frame_exports("percentiles", lines)
 
 
 def _cells(shown: Shown, rows: list[Row], endpoints: list[LatencySweep]) -> None:

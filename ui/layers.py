@@ -50,7 +50,13 @@ def _choose(sensitivity: Sensitivity) -> tuple[str, list[int]]:
     worst = layers.advice(sensitivity, format, _PRESELECTED)
     if worst:
         st.caption(f"The most sensitive in {format}: {', '.join(f'layer {layer}' for layer in worst)}.")
+        st.button(f"Leave these {len(worst)} in 16 bits", key="advice", type="tertiary", icon=":material/arrow_upward:",
+                  disabled=set(worst) <= set(kept), on_click=_keep, args=(sorted({*kept, *worst}),))
     return format, kept
+
+
+def _keep(kept: list[int]) -> None:
+    st.session_state["kept"] = kept
 
 
 def _clicked(event: Any) -> None:
@@ -90,6 +96,9 @@ def _predicted(here: Site, sensitivity: Sensitivity, format: str, kept: list[int
         st.metric("TPOT", f"{words.milliseconds(tpot)} ms", "between the measured engines, by bytes",
                   delta_color="off", delta_arrow="off")
     st.caption("Losses of single layers are added up; judge the built engine before you believe the sum.")
+    if len(kept) == len(sensitivity.layers):
+        st.info("Every layer is left in 16 bits: that is the recipe bf16.")
+        return
     text, name = layers.recipe_text(format, kept), layers.recipe_name(format, kept)
     st.markdown("**The exact recipe**")
     st.code(text, language="yaml", wrap_lines=True)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from calib.artifact import sha256_hex
 from toolkit import jobs, layers
 from toolkit.home import Home
 from toolkit.jobs import JobTable
@@ -91,6 +92,63 @@ def test_latency_serves_within_objectives(open_page, judged_home):
     assert all(float(value.replace(",", "")) > 0 for value in rate if value != "–")
 
 
+def endpoint_sweep(home, url, slow, users=(1, 2, 4)):
+    """What a sweep of two runs a load leaves in the store; the last run of the last load is not valid."""
+    from evals.loads import EndpointCell, Spread
+    from evals.records import save_record
+    from evals.report import Cell, LatencySweep, Target
+
+    def load(count, run):
+        base = slow * count + run
+        return EndpointCell(tool="t", completed=120, concurrency=count, client_lag_ms=0.1,
+                            ttft_ms=Spread(p50=base, p90=2 * base, p99=3 * base),
+                            tpot_ms=Spread(p50=base / 10, p90=base / 5, p99=base / 3),
+                            invalid="the client was late" if (count, run) == (users[-1], 1) else None)
+    digest = sha256_hex(url.encode())
+    cells = [Cell(mode="closed", batch_size=count, isl=8, osl=4, n=2, ttft_ms=slow * count, ttft_ms_spread=1.0,
+                  tpot_ms=slow, tpot_ms_spread=0.1, e2e_ms=9.0 * slow, out_tok_s=10.0, total_tok_s=30.0, req_s=2.0)
+             for count in users]
+    sweep = LatencySweep(
+        target=Target(name="m", digest=digest, numerics=f"endpoint {url}", tokenizer_digest="t" * 64,
+                      template_sha256="none", bos=True),
+        device="endpoint", cells=cells, peak_memory_bytes=None, warmup=1, repeats=2,
+        loads=[load(count, run) for count in users for run in (0, 1)])
+    with RunStore(home.store) as store:
+        store.remember(save_record(sweep, home.artifacts("latency-sweep") / f"e-{digest[:8]}-{slow:g}", [digest]))
+
+
+def test_percentiles_of_servers_under_load(open_page, stored_home):
+    page = open_page(stored_home, "latency")
+    assert "come from a server under load" in shown_text(page)
+    endpoint_sweep(stored_home, "http://127.0.0.1:1", 40.0)
+    endpoint_sweep(stored_home, "http://127.0.0.1:2", 70.0)
+    page = open_page(stored_home, "latency")
+    assert "Choose an endpoint above" in shown_text(page)
+    assert len(page.button_group(key="endpoints").options) == 2, "one name, two servers"
+    page.button_group(key="endpoints").set_value(["m"]).run()
+    assert not page.exception
+    table = next(frame.value for frame in page.dataframe if "TTFT p90" in frame.value)
+    assert list(table["load"]) == ["1 at a time", "1 at a time", "2 at a time", "2 at a time", "4 at a time",
+                                   "4 at a time"]
+    assert (table["TTFT p99"] > table["TTFT p90"]).all()
+    assert list(table["not valid because"]) == [""] * 5 + ["the client was late"]
+
+
+def test_a_load_that_is_not_valid_is_in_no_line(stored_home):
+    from toolkit.evidence import endpoint_sweeps
+    from toolkit.report.speed import by_load, told_apart
+
+    endpoint_sweep(stored_home, "http://127.0.0.1:1", 40.0)
+    endpoint_sweep(stored_home, "http://127.0.0.1:2", 70.0)
+    with RunStore(stored_home.store) as store:
+        sweeps = told_apart(endpoint_sweeps(store))
+    assert len({sweep.target.name for sweep in sweeps}) == 2
+    [first] = [sweep for sweep in sweeps if sweep.target.digest == sha256_hex(b"http://127.0.0.1:1")]
+    assert dict(by_load(first, "ttft_ms")) == {
+        "1 at a time": {"p50": 40.5, "p90": 81.0, "p99": 121.5}, "2 at a time": {"p50": 80.5, "p90": 161, "p99": 241.5},
+        "4 at a time": {"p50": 160.0, "p90": 320.0, "p99": 480.0}}
+
+
 def test_the_engine_is_taken_apart(open_page, judged_home):
     page = open_page(judged_home, "engine", engine="fp8")
     assert not page.exception
@@ -151,6 +209,21 @@ def test_a_layer_is_raised_and_the_recipe_follows(open_page, tmp_path):
     recipe.write_text(page.code[0].value)
     assert load_recipe(recipe).keep == ("model.layers.3.*",)
     assert page.code[1].value == "toolkit quantize tiny --recipe int4_awq-keep-3.yaml --out int4_awq-keep-3"
+
+
+def test_the_advice_is_taken_and_all_layers_in_16_bits_is_no_recipe(open_page, tmp_path):
+    home = Home(tmp_path / "home")
+    add_sensitivity(home)
+    page = open_page(home, "layers", format="int4_awq")
+    assert "The most sensitive in int4" in shown_text(page)
+    page.button(key="advice").click().run()
+    assert page.multiselect(key="kept").value == [1, 2, 3]
+    assert page.metric[0].value == "+0.0050"
+    assert page.button(key="advice").disabled
+    page.multiselect(key="kept").set_value([0, 1, 2, 3]).run()
+    assert not page.exception
+    assert "that is the recipe bf16" in shown_text(page)
+    assert len(page.code) == 0
 
 
 def test_layers_without_a_measurement_or_with_a_broken_one(open_page, tmp_path):

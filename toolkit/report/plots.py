@@ -1,4 +1,4 @@
-"""More figures, pure like ``charts``: intervals side by side, losses by document, a memory map, a heat map.
+"""More figures, pure like ``charts``: intervals, losses by document, percentiles, a memory map, a heat map.
 
 All carry the same type, colours and quiet axes. A mark that a reader may click has its own name as customdata.
 """
@@ -10,10 +10,11 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from evals.report import Estimate
+from evals.report import Estimate, LatencySweep
 from toolkit.report import words
 from toolkit.report.answers import DocumentLine
 from toolkit.report.charts import layout
+from toolkit.report.speed import PARTS, by_load
 from toolkit.report.style import LIGHT, Palette
 
 
@@ -58,6 +59,31 @@ def by_document(lines: Sequence[DocumentLine], palette: Palette = LIGHT, color: 
     figure.update_xaxes(title_text="Documents, the one that lost most first", showticklabels=False, showgrid=False,
                         zeroline=False)
     figure.update_yaxes(title_text="ΔNLL, nats/token")
+    return figure
+
+
+_DASHES = {"p50": "solid", "p90": "dash", "p99": "dot"}
+
+
+def percentiles(endpoints: Sequence[LatencySweep], figure_name: str, unit: str, palette: Palette = LIGHT) -> go.Figure:
+    """p50, p90 and p99 over the requests of each load, one colour an endpoint, one dash a percentile."""
+    figure = go.Figure()
+    order: list[str] = []
+    for position, sweep in enumerate(endpoints):
+        color, loads = palette.other[position % len(palette.other)], by_load(sweep, figure_name)
+        order += [name for name, _ in loads if name not in order]
+        for part in PARTS:
+            shown = [(name, value) for name, values in loads if (value := values[part]) is not None]
+            if shown:
+                figure.add_scatter(
+                    x=[name for name, _ in shown], y=[value for _, value in shown], mode="lines+markers",
+                    name=f"{sweep.target.name} {part}", showlegend=False,
+                    line={"color": color, "width": 2, "dash": _DASHES[part]},
+                    marker={"symbol": "circle-open", "size": 8, "color": color, "line": {"width": 2, "color": color}},
+                    hovertemplate=f"%{{x}}: %{{y:.1f}} {unit}<extra>{sweep.target.name} {part}</extra>")
+    figure.update_layout(**_sized(palette, 270))
+    figure.update_xaxes(type="category", categoryorder="array", categoryarray=order)
+    figure.update_yaxes(title_text=unit, rangemode="tozero")
     return figure
 
 

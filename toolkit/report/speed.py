@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from evals.loads import EndpointCell, Objectives, Spread
 from evals.report import Cell, LatencySweep, Row
@@ -52,13 +53,47 @@ def served(rows: Sequence[Row], endpoints: Sequence[LatencySweep], objectives: O
     return sorted(found, key=lambda line: -(line.goodput_req_s or 0.0))
 
 
+def told_apart(sweeps: Sequence[LatencySweep]) -> list[LatencySweep]:
+    """The newest sweep of each target (they come newest first), with names that differ: two servers may call their
+    model alike."""
+    found: dict[str, LatencySweep] = {}
+    names: set[str] = set()
+    for sweep in sweeps:
+        target = sweep.target
+        if target.digest in found:
+            continue
+        name = target.name if target.name not in names else f"{target.name} ({target.digest[:6]})"
+        names.add(name)
+        found[target.digest] = sweep.model_copy(update={"target": target.model_copy(update={"name": name})})
+    return list(found.values())
+
+
+PARTS = ("p50", "p90", "p99")
+
+
+def by_load(sweep: LatencySweep, figure: str) -> list[tuple[str, dict[str, float | None]]]:
+    """(load, {p50, p90, p99}) of ``ttft_ms`` or ``tpot_ms``, lightest load first; medians over the valid runs of it."""
+    runs: dict[str, list[EndpointCell]] = {}
+    for load in sorted(sweep.loads, key=lambda one: one.request_rate or one.concurrency or 0.0):
+        if load.invalid is None:
+            runs.setdefault(_load(load), []).append(load)
+    return [(name, {part: _median([getattr(getattr(load, figure), part) for load in loads]) for part in PARTS})
+            for name, loads in runs.items()]
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
+
+
 def percentiles(endpoints: Sequence[LatencySweep]) -> list[dict[str, str | float | None]]:
-    """Every run of every endpoint: mean, p50, p90 and p99 of TTFT and TPOT over its requests."""
+    """Every run of every endpoint: p50, p90 and p99 of TTFT and TPOT over its requests."""
     lines = []
     for sweep in endpoints:
         for load in sweep.loads:
             lines.append({"endpoint": sweep.target.name, "load": _load(load), "requests": load.completed,
-                          **_spread("TTFT", load.ttft_ms), **_spread("TPOT", load.tpot_ms)})
+                          **_spread("TTFT", load.ttft_ms), **_spread("TPOT", load.tpot_ms),
+                          "not valid because": load.invalid or ""})
     return lines
 
 
@@ -69,4 +104,4 @@ def _load(load: EndpointCell) -> str:
 
 
 def _spread(name: str, spread: Spread) -> dict[str, float | None]:
-    return {f"{name} {part}": getattr(spread, part) for part in ("p50", "p90", "p99")}
+    return {f"{name} {part}": getattr(spread, part) for part in PARTS}
