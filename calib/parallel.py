@@ -55,12 +55,19 @@ def check_modules(modules: Iterable[tuple[str, tuple[int, int], Scheme | None]],
         if length % tp:
             raise ShardingError(f"{name} has {length} {side}, which do not divide over {tp} devices",
                                 "Choose a smaller --tp.")
+        if tp == 1 and _tiled(scheme):
+            continue  # nothing is cut, and tiles at the far edges may be smaller
         unit, what = _unit(scheme, row_parallel)
         if length // tp % unit:
             fits = [n for n in (2, 4, 8, 16, 32) if length % n == 0 and length // n % unit == 0]
             hint = f"--tp {', '.join(map(str, fits))} would fit" if fits else "No --tp above 1 would fit"
             raise ShardingError(f"{name} has {length} {side}, {length // tp} on each of {tp} devices, and {what} of "
                                 f"{unit} do not divide them", f"{hint}; or use a recipe with smaller groups.")
+
+
+def _tiled(scheme: Scheme | None) -> bool:
+    """Whether a weight's scales lie on tiles."""
+    return scheme is not None and scheme.weight.granularity.kind == "block"
 
 
 def _unit(scheme: Scheme | None, row_parallel: bool) -> tuple[int, str]:
