@@ -81,7 +81,8 @@ def _figures(rows: list[Row], endpoints: list[LatencySweep]) -> None:
 
 def _objectives(rows: list[Row], endpoints: list[LatencySweep]) -> None:
     st.subheader("Goodput within objectives", anchor=False)
-    cells = [cell for one in (*rows, *endpoints) for cell in one.cells if cell.invalid is None]
+    own, others = [cell for row in rows for cell in row.cells], [cell for one in endpoints for cell in one.cells]
+    cells = [cell for cell in (*own, *others) if cell.invalid is None]
     left, right = st.columns(2)
     ttft = _objective(left, "TTFT at most", "slo_ttft", [cell.ttft_ms for cell in cells if cell.ttft_ms])
     tpot = _objective(right, "TPOT at most", "slo_tpot", [cell.tpot_ms for cell in cells if cell.tpot_ms])

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -14,7 +14,27 @@ from toolkit.commands.groups import verb_group
 from toolkit.options import KeptOption, KvCache, RefArgument
 from toolkit.session import Session, verb
 
-FileOption = Annotated[Path | None, typer.Option(show_default=False)]
+if TYPE_CHECKING:
+    from toolkit.evaluating import Question
+
+BaselineOption = Annotated[str | None, typer.Option(help="REF to compare with: ΔNLL, KL and flips need one.",
+                                                    show_default=False)]
+RecipeOption = Annotated[str | None, typer.Option(help="For a model: the recipe [default: bf16].", show_default=False)]
+KvOption = Annotated[KvCache | None, typer.Option("--kv-cache", help="For a model: the KV cache's format.",
+                                                  show_default=False)]
+DataOption = Annotated[str, typer.Option(help="Prepared folder, or your own .jsonl with --kind.")]
+KindOption = Annotated[Literal["choice", "exact", "text"] | None, typer.Option(help="What your own .jsonl holds.",
+                                                                              show_default=False)]
+TaskOption = Annotated[list[str] | None, typer.Option(help="Task of the data; may be repeated [default: all].",
+                                                      show_default=False)]
+TextsOption = Annotated[int, typer.Option(min=1, help="Texts for ΔNLL at most.")]
+ItemsOption = Annotated[int, typer.Option(min=1, help="Questions of each task at most.")]
+RequestsOption = Annotated[Path | None, typer.Option(help="Only write what would be asked into this file, to be "
+                                                     "answered elsewhere.", show_default=False)]
+AnswerOption = Annotated[Path | None, typer.Option(help="Only answer such a file with REF, into --responses.",
+                                                   show_default=False)]
+ResponsesOption = Annotated[Path | None, typer.Option(help="Judge the answers in this file instead of asking REF.",
+                                                      show_default=False)]
 
 
 def register(app: typer.Typer) -> None:
@@ -27,28 +47,10 @@ def register(app: typer.Typer) -> None:
 
 def _judge(group: typer.Typer) -> None:
     @verb(group, "judge")
-    def evaluate(session: Session, ref: RefArgument, out: KeptOption = None,
-                 baseline: Annotated[str | None, typer.Option(help="REF to compare with: ΔNLL, KL and flips need one.",
-                                                              show_default=False)] = None,
-                 recipe: Annotated[str | None, typer.Option(help="For a model: the recipe [default: bf16].",
-                                                            show_default=False)] = None,
-                 kv_cache: Annotated[KvCache | None, typer.Option(help="For a model: the KV cache's format.",
-                                                                  show_default=False)] = None,
-                 data: Annotated[str, typer.Option(help="Prepared folder, or your own .jsonl with --kind.")] =
-                 "evaluation",
-                 kind: Annotated[Literal["choice", "exact", "text"] | None, typer.Option(
-                     help="What your own .jsonl holds.", show_default=False)] = None,
-                 task: Annotated[list[str] | None, typer.Option(help="Task of the data; may be repeated "
-                                                                "[default: all].", show_default=False)] = None,
-                 texts: Annotated[int, typer.Option(min=1, help="Texts for ΔNLL at most.")] = 64,
-                 items: Annotated[int, typer.Option(min=1, help="Questions of each task at most.")] = 100,
-                 requests: Annotated[Path | None, typer.Option(
-                     help="Only write what would be asked into this file, to be answered elsewhere.",
-                     show_default=False)] = None,
-                 answer: Annotated[Path | None, typer.Option(
-                     help="Only answer such a file with REF, into --responses.", show_default=False)] = None,
-                 responses: Annotated[Path | None, typer.Option(
-                     help="Judge the answers in this file instead of asking REF.", show_default=False)] = None,
+    def evaluate(session: Session, ref: RefArgument, out: KeptOption = None, baseline: BaselineOption = None,
+                 recipe: RecipeOption = None, kv_cache: KvOption = None, data: DataOption = "evaluation",
+                 kind: KindOption = None, task: TaskOption = None, texts: TextsOption = 64, items: ItemsOption = 100,
+                 requests: RequestsOption = None, answer: AnswerOption = None, responses: ResponsesOption = None,
                  seed: Annotated[int, typer.Option(min=0)] = 0) -> None:
         """Judge accuracy and fidelity.
 
@@ -56,11 +58,8 @@ def _judge(group: typer.Typer) -> None:
         See also: eval harness, eval import, eval export.
         """
         from toolkit.errors import UsageError
-        from toolkit.evaluating import Question, answer_file, judge, write_requests
+        from toolkit.evaluating import Question
         from toolkit.job import EngineJob
-        from toolkit.report.judged import report_parts
-        from toolkit.stages import Workshop
-        from toolkit.store import RunStore
 
         if requests and (answer or responses):
             raise UsageError("--requests stands alone", "Write, answer and judge are three steps.")
@@ -68,17 +67,37 @@ def _judge(group: typer.Typer) -> None:
             raise UsageError("--answer needs --responses for its output, and no --out", "Give --responses FILE.")
         wanted = EngineJob(recipe=recipe or "bf16", kv_cache=kv_cache or "bf16") if recipe or kv_cache else None
         asked = Question(ref, wanted, baseline, data, kind, task, texts, items, seed)
-        with RunStore(session.home.store) as store, session.watch() as watch:
-            shop = Workshop(session.home, store, watch, session.offline)
-            if requests or answer:
-                count = write_requests(shop, asked, requests) if requests else answer_file(
-                    shop, asked, answer or Path(), responses or Path())
-                place = str((requests or responses or Path()).absolute())
-                session.show({"path": place, "requests": count}, [place], f"{count} requests in {place}")
-                return
-            found, artifact = judge(shop, asked, out, responses)
-        session.show({"digest": artifact.digest, "path": str(artifact.path), **found.model_dump(mode="json")},
-                     [artifact.digest], *report_parts(found), f"{artifact.path}")
+        if requests or answer:
+            _travel(session, asked, requests, answer, responses)
+        else:
+            _report(session, asked, out, responses)
+
+
+def _travel(session: Session, asked: Question, requests: Path | None, answer: Path | None, responses: Path | None
+            ) -> None:
+    """Write the questions, or answer them: neither judges anything."""
+    from toolkit.evaluating import answer_file, write_requests
+    from toolkit.stages import Workshop
+    from toolkit.store import RunStore
+
+    with RunStore(session.home.store) as store, session.watch() as watch:
+        shop = Workshop(session.home, store, watch, session.offline)
+        count = write_requests(shop, asked, requests) if requests else answer_file(
+            shop, asked, answer or Path(), responses or Path())
+    place = str((requests or responses or Path()).absolute())
+    session.show({"path": place, "requests": count}, [place], f"{count} requests in {place}")
+
+
+def _report(session: Session, asked: Question, out: Path | None, responses: Path | None) -> None:
+    from toolkit.evaluating import judge
+    from toolkit.report.judged import report_parts
+    from toolkit.stages import Workshop
+    from toolkit.store import RunStore
+
+    with RunStore(session.home.store) as store, session.watch() as watch:
+        found, artifact = judge(Workshop(session.home, store, watch, session.offline), asked, out, responses)
+    session.show({"digest": artifact.digest, "path": str(artifact.path), **found.model_dump(mode="json")},
+                 [artifact.digest], *report_parts(found), f"{artifact.path}")
 
 
 def _harness(group: typer.Typer) -> None:

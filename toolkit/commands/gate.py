@@ -27,6 +27,21 @@ TextsOption = Annotated[int | None, typer.Option(min=1, help="Texts for ΔNLL at
 ItemsOption = Annotated[int | None, typer.Option(min=1, help="Questions of each task at most [default: 200].",
                                                  show_default=False)]
 SeedOption = Annotated[int | None, typer.Option(min=0, help="Seed of the items [default: 0].", show_default=False)]
+CandidateArgument = Annotated[str, typer.Argument(metavar="CANDIDATE", show_default=False,
+                                                  help="Engine, eval report, checkpoint or model.")]
+PolicyOption = Annotated[Path, typer.Option(help="Policy file (YAML).", show_default=False)]
+ReferenceOption = Annotated[Path | None, typer.Option(help="Instead of --baseline: a file that `gate update-reference` "
+                                                      "wrote.", show_default=False)]
+SweepOption = Annotated[str | None, typer.Option(help="REF of the candidate's sweep, for speed rules.",
+                                                 show_default=False)]
+ExtendOption = Annotated[bool | None, typer.Option("--extend/--no-extend", show_default=False, help="While it is "
+                         "INCONCLUSIVE, ask more questions and look again [default: unless --texts, --items or "
+                         "--reference fix what is judged].")]
+CandidatesOption = Annotated[int, typer.Option(min=1, help="How many candidates this gate judges: z is corrected for "
+                                               "them all.")]
+JunitOption = Annotated[Path | None, typer.Option(help="Write the verdict as JUnit XML, for CI.", show_default=False)]
+MarkdownOption = Annotated[Path | None, typer.Option(help="Write it as Markdown, for a step summary or comment.",
+                                                     show_default=False)]
 
 
 def register(app: typer.Typer) -> None:
@@ -39,26 +54,11 @@ def register(app: typer.Typer) -> None:
 
 def _judge(group: typer.Typer) -> None:
     @verb(group, "judge")
-    def gate(session: Session,
-             candidate: Annotated[str, typer.Argument(metavar="CANDIDATE", show_default=False,
-                                                      help="Engine, eval report, checkpoint or model.")],
-             policy: Annotated[Path, typer.Option(help="Policy file (YAML).", show_default=False)],
-             baseline: BaselineOption = None,
-             reference: Annotated[Path | None, typer.Option(help="Instead of --baseline: a file that `gate "
-                                                            "update-reference` wrote.", show_default=False)] = None,
-             sweep: Annotated[str | None, typer.Option(help="REF of the candidate's sweep, for speed rules.",
-                                                       show_default=False)] = None,
-             data: DataOption = None, task: TaskOption = None, texts: TextsOption = None, items: ItemsOption = None,
-             seed: SeedOption = None,
-             extend: Annotated[bool | None, typer.Option("--extend/--no-extend", help="While it is INCONCLUSIVE, ask "
-                               "more questions and look again [default: unless --texts, --items or --reference fix "
-                               "what is judged].", show_default=False)] = None,
-             candidates: Annotated[int, typer.Option(min=1, help="How many candidates this gate judges: z is "
-                                                     "corrected for them all.")] = 1,
-             junit_xml: Annotated[Path | None, typer.Option(help="Write the verdict as JUnit XML, for CI.",
-                                                            show_default=False)] = None,
-             markdown: Annotated[Path | None, typer.Option(help="Write it as Markdown, for a step summary or comment.",
-                                                           show_default=False)] = None) -> None:
+    def gate(session: Session, candidate: CandidateArgument, policy: PolicyOption, baseline: BaselineOption = None,
+             reference: ReferenceOption = None, sweep: SweepOption = None, data: DataOption = None,
+             task: TaskOption = None, texts: TextsOption = None, items: ItemsOption = None, seed: SeedOption = None,
+             extend: ExtendOption = None, candidates: CandidatesOption = 1, junit_xml: JunitOption = None,
+             markdown: MarkdownOption = None) -> None:
         """Judge whether a candidate may be released.
 
         Exit code 0 PASS, 1 FAIL, 3 INCONCLUSIVE or ANOMALOUS. See also: gate update-reference, gate noise, gate speed.
@@ -66,20 +66,14 @@ def _judge(group: typer.Typer) -> None:
         from evals.gate import EXIT_CODES, load_policy
         from evals.reference import load_reference
         from toolkit import gating, stages
-        from toolkit.errors import UsageError
         from toolkit.store import RunStore
 
         rules = load_policy(policy)
-        if (baseline is None) == (reference is None):
-            raise UsageError("a gate needs a baseline", "Give --baseline REF, or --reference FILE.")
         kept = load_reference(reference) if reference else None
-        given = [value for value in (data, task, texts, items, seed, extend) if value]
-        if kept and given:
-            raise UsageError(f"{reference} fixes what is judged; {given[0]!r} is given too",
-                             "Leave --data, --task, --texts, --items, --seed and --extend out.")
-        wider = not (kept or texts or items) if extend is None else extend
+        _what_is_judged(baseline, reference, data, task, texts, items, seed, extend)
         asked = kept.asked if kept else gating.asked_of(baseline or "", data or "evaluation", task, texts, items, seed,
                                                         rules.length)
+        wider = not (kept or texts or items) if extend is None else extend
         with RunStore(session.home.store) as store, session.watch() as watch:
             shop = stages.Workshop(session.home, store, watch, session.offline)
             outcome = gating.decide(shop, candidate, asked, rules, reference=kept, sweep=sweep, candidates=candidates,
@@ -87,6 +81,18 @@ def _judge(group: typer.Typer) -> None:
         _show(session, outcome, junit_xml, markdown, "gate update-reference" if kept else "gate --extend")
         if code := EXIT_CODES[outcome.verdict.word]:
             raise typer.Exit(code)
+
+
+def _what_is_judged(baseline: str | None, reference: Path | None, *options: object) -> None:
+    """One baseline; and a reference fixes all of ``options``."""
+    from toolkit.errors import UsageError
+
+    if (baseline is None) == (reference is None):
+        raise UsageError("a gate needs a baseline", "Give --baseline REF, or --reference FILE.")
+    given = [value for value in options if value]
+    if reference and given:
+        raise UsageError(f"{reference} fixes what is judged; {given[0]!r} is given too",
+                         "Leave --data, --task, --texts, --items, --seed and --extend out.")
 
 
 def _show(session: Session, outcome: object, junit_xml: Path | None, markdown: Path | None, command: str
