@@ -241,8 +241,9 @@ def main() -> None:
                 bench.keep(row, judged := judge(bench, row, base))
                 print(judged.line(), flush=True)
     if options.write:
-        write_page(options.page, options.json, [judged for row in rows() if (judged := bench.judged(row))],
-                   options.model)
+        found = {row.name: bench.judged(row) for row in rows()}
+        write_page(options.page, options.json, [judged for judged in found.values() if judged is not None],
+                   options.model, [name for name, judged in found.items() if judged is None])
 
 
 if __name__ == "__main__":

@@ -61,7 +61,8 @@ def _megabytes(row: Judged) -> float:
 
 def table(rows: Sequence[Judged]) -> str:
     """The rows as a Markdown table, in their order."""
-    lines = ["| recipe | delta NLL ± se | mean KL | same top-1 | size, MB | calibrated, s | decode, tok/s | layout |",
+    lines = ["| recipe | delta NLL ± se | mean KL | same top-1 | size, MB | calibrated, s (tokens) | decode, tok/s "
+             "| layout |",
              "|---|---|---|---|---|---|---|---|"]
     for row in rows:
         if row.refused is not None:
@@ -70,7 +71,7 @@ def table(rows: Sequence[Judged]) -> str:
         speed = f"{row.tok_s:.1f} ({row.tok_s_spread:.1f})" if row.tok_s is not None else (
             "not measured" if row.engine is None else f"refused: {row.engine}")
         lines.append(f"| {row.name} | {row.text()} | {row.kl:.4f} | {row.same_top1:.3f} | {_megabytes(row):.1f} | "
-                     f"{row.calibration_seconds:.0f} | {speed} | {row.layout} |")
+                     f"{row.calibration_seconds:.0f} ({row.calibration_tokens or 0:,}) | {speed} | {row.layout} |")
     return "\n".join(lines)
 
 
@@ -147,20 +148,21 @@ from.
 """
 
 
-def write_page(page: Path, cells: Path, rows: Sequence[Judged], model: str) -> None:
-    """The page, and the same figures as a benchmark document."""
+def write_page(page: Path, cells: Path, rows: Sequence[Judged], model: str, missing: Sequence[str]) -> None:
+    """The page, and the same figures as a benchmark document. ``missing``: rows that are not finished, by name."""
     measured = [row for row in rows if row.refused is None]
     if not measured:
         raise SystemExit("no finished row: run without --write first")
     first = measured[0]
-    most = max(row.calibration_tokens or 0 for row in measured)
     words = [_HEAD, f"## {model}, {device_name()}\n",
              f"Judged on {first.tokens:,} tokens of evaluation text (unquantized loss {first.base_nll:.3f} nats per "
-             f"token), calibrated on at most {most:,} tokens. ± is one standard error over the rows of text. A small "
+             "token) that calibration has not seen. ± is one standard error over the rows of text. A small "
              "model is harsh: figures of this size shrink on larger ones. Its weights were dequantized from Q4_1 in "
              "groups of 32, so grids like that one flatter. Seconds and tokens/s are of a shared machine; rates are of "
              "one sequence, the median of three runs (their spread in brackets).\n",
-             table(rows), "", "## What follows\n", *(f"- {sentence}" for sentence in advice(rows)), ""]
+             table(rows), "",
+             *([f"Not measured in this run: {', '.join(missing)}.", ""] if missing else []),
+             "## What follows\n", *(f"- {sentence}" for sentence in advice(rows)), ""]
     write_atomic(page, "\n".join(words).encode())
     made = [BenchCell(name=f"{figure} {row.name}", value=value, unit=unit, spread=spread)
             for row in measured for figure, value, unit, spread in (

@@ -1,0 +1,46 @@
+"""The recipes page: the frontier and the sentences follow from the rows."""
+
+from benchmarks.recipes_table import Judged, advice, frontier, table, write_page
+
+
+def row(name, loss, size, *, dtype="int8", activation="16-bit", se=0.001, tok_s=None, **changes):
+    settings = {"name": name, "recipe": name, "kv": "bf16", "lm_head": None, "summary": "", "weight_dtype": dtype,
+                "scheme": f"W {dtype} channel · A {activation} · KV bf16", "delta_nll": loss, "delta_nll_se": se,
+                "kl": 0.01, "same_top1": 0.9, "base_nll": 3.0, "size_bytes": size, "calibration_seconds": 5.0,
+                "tokens": 4096, "layout": "compressed-tensors", "tok_s": tok_s,
+                "tok_s_spread": None if tok_s is None else 1.0, "engine": None if tok_s is None else "cpu"}
+    return Judged(**(settings | changes))
+
+
+ROWS = [row("bf16", 0.0, 270_000_000, dtype="bf16", tok_s=20.0), row("small", 0.2, 90_000_000, dtype="int4"),
+        row("worse", 0.3, 95_000_000, dtype="int4"), row("good", 0.01, 160_000_000, tok_s=40.0),
+        row("int8", 0.02, 160_000_000, activation="int8 token dynamic"),
+        row("int8_static", 0.5, 160_000_000, activation="int8 tensor"),
+        Judged(name="nvfp4", recipe="nvfp4", kv="bf16", lm_head=None, summary="", weight_dtype="nvfp4",
+               refused="no chip")]
+
+
+def test_the_frontier_holds_what_nothing_beats():
+    assert [one.name for one in frontier(ROWS[1:6])] == ["small", "good"]
+
+
+def test_sentences_name_the_rows_that_the_figures_name():
+    text = "\n".join(advice(ROWS))
+    assert "`small` (90 MB, +0.200 ± 0.001) → `good` (160 MB, +0.010 ± 0.001)" in text
+    assert "`good` loses least" in text
+    assert "too it is `int8` (+0.020 ± 0.001), and `int8_static` is last" in text
+    assert "ahead of `worse` by 0.100 nats;" in text
+    assert "instead of one per token costs 0.480 nats, where" in text
+    assert "`good`, 40.0 tokens/s, 2.00 times bf16's" in text
+    changed = [ROWS[0], *(one.model_copy(update={"delta_nll": 0.021, "delta_nll_se": 0.01}) if one.name == "int8_static"
+                          else one for one in ROWS[1:])]
+    assert "costs 0.001 nats, within the noise of 0.020" in "\n".join(advice(changed))
+
+
+def test_the_page_says_what_was_refused_and_what_was_not_measured(tmp_path):
+    assert "| nvfp4 | refused here: no chip |" in table(ROWS)
+    write_page(tmp_path / "page.md", tmp_path / "cells.json", ROWS, "tiny", ["later"])
+    page = (tmp_path / "page.md").read_text()
+    assert "Not measured in this run: later." in page
+    assert "| good | +0.010 ± 0.001 | 0.0100 | 0.900 | 160.0 | 5 (0) | 40.0 (1.0) | compressed-tensors |" in page
+    assert '"delta_nll good"' in (tmp_path / "cells.json").read_text()
