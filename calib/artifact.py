@@ -127,6 +127,8 @@ def _scan(folder: Path) -> dict[str, Path]:
         name = path.relative_to(folder).as_posix()
         if path.is_symlink():
             raise ArtifactError(f"{name} in {folder} is a link", "Artifacts hold files only; copy the target instead.")
+        if not path.is_file() and not path.is_dir():
+            raise ArtifactError(f"{name} in {folder} is no plain file", "Artifacts hold files only; remove it.")
         if path.is_file() and name != MANIFEST:
             found[name] = path
     return found

@@ -20,7 +20,7 @@ import torch
 
 from calib.artifact import MANIFEST, Artifact, canonical_json, file_sha256, sha256_hex
 from calib.config import read_config
-from calib.errors import CalibError, UnknownNameError
+from calib.errors import ArtifactError, CalibError, UnknownNameError
 from calib.formats.awq import AwqLayout
 from calib.formats.compressed_tensors import CompressedTensorsLayout
 from calib.formats.gguf import SOURCE_FILE
@@ -97,6 +97,8 @@ class QuantizedCheckpoint:
         if not path.is_dir():
             raise CalibError(f"there is no folder {path}", "Give the folder of a checkpoint.")
         artifact = Artifact.open(path, KIND, FORMAT) if (path / MANIFEST).is_file() else None
+        if artifact is not None and not isinstance(artifact.record.get("recipe"), str):
+            raise ArtifactError(f"{path / MANIFEST} names no recipe", "Make the checkpoint again.")
         return cls(path, artifact)
 
     @property

@@ -51,6 +51,8 @@ class Engine:
     def open(cls, path: Path | str) -> Engine:
         """ArtifactError for a damaged folder; EngineMismatchError where it was not built for."""
         artifact = Artifact.open(path, KIND, FORMAT)
+        if not artifact.parents:
+            raise EngineError(f"{path} does not say which checkpoint it was built from", "Build it again.")
         try:
             record = EngineRecord.model_validate(artifact.record)
         except ValidationError as error:

@@ -139,4 +139,26 @@ def faults_of(ref: Ref) -> list[str]:
         return [str(fault) for fault in verify_checkpoint(ref.path)]
     if not (ref.path / MANIFEST).is_file():
         return [f"{ref.path} has no {MANIFEST}"]
-    return [f"{name}: its bytes are not those that the manifest names" for name in Artifact.open(ref.path).verify()]
+    artifact = Artifact.open(ref.path)
+    changed = [f"{name}: its bytes are not those that the manifest names" for name in artifact.verify()]
+    return changed + _record_faults(artifact)
+
+
+def _record_faults(artifact: Artifact) -> list[str]:
+    """What keeps an artifact's record from being what its kind says, whatever its digest."""
+    from pydantic import BaseModel, ValidationError
+
+    from engines.engine import EngineRecord
+    from evals.fidelity import BaselineRecord
+    from evals.report import EvalReport, LatencySweep, Verdict
+
+    kinds: dict[str, type[BaseModel]] = {"engine": EngineRecord, "baseline": BaselineRecord, "eval-report": EvalReport,
+                                         "latency-sweep": LatencySweep, "verdict": Verdict}
+    if artifact.kind not in kinds:
+        return []
+    try:
+        kinds[artifact.kind].model_validate(artifact.record)
+    except ValidationError as error:
+        first = error.errors()[0]
+        return [f"{MANIFEST}: its record is no {artifact.kind}: {'.'.join(map(str, first['loc']))}: {first['msg']}"]
+    return []

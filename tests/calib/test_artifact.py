@@ -53,7 +53,7 @@ def rewrite(path, old, new):
     (lambda p: (p / "deep/file.bin").write_bytes(b"dat"), "3 bytes"),
     (lambda p: (p / "deep/file.bin").unlink(), "missing"),
     (lambda p: (p / "new").write_bytes(b""), "does not list"),
-    (lambda p: os.symlink("log.txt", p / "link"), "is a link"),
+    (lambda p: os.symlink("log.txt", p / "link"), "is a link"), (lambda p: os.mkfifo(p / "pipe"), "no plain file"),
     (lambda p: (p / MANIFEST).write_text("{}"), "damaged"),
     (lambda p: rewrite(p / MANIFEST, '"a": 1', '"a": 2'), "says digest"),
     (lambda p: rewrite(p / MANIFEST, "deep/file.bin", "../file.bin"), "leaves")])

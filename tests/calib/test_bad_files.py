@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from calib.architecture import check_weights
 from calib.artifact import Artifact, ArtifactWriter
+from calib.checkpoint import QuantizedCheckpoint
 from calib.config import check_complete, read_config
 from calib.dataset import CalibrationSet, CalibrationTextError
 from calib.errors import ArtifactError, CalibError
@@ -308,3 +309,10 @@ def test_a_replacement_that_was_killed_between_its_renames_loses_nothing(tmp_pat
     with pytest.raises(ZeroDivisionError), ArtifactWriter(tmp_path / "a", "verdict", replace=True):
         raise ZeroDivisionError
     assert Artifact.open(tmp_path / "a").verify() == []
+
+
+def test_a_checkpoint_whose_manifest_names_no_recipe(model_folder, tmp_path):
+    with ArtifactWriter(tmp_path / "a", "quantized-checkpoint") as writer:
+        shutil.copytree(model_folder, writer.folder, dirs_exist_ok=True)
+    with pytest.raises(ArtifactError, match="names no recipe"):
+        QuantizedCheckpoint.open(tmp_path / "a")
