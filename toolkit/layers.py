@@ -123,6 +123,12 @@ def advice(sensitivity: Sensitivity, format: str, count: int) -> list[int]:
     return sorted(cost.layer for cost in sorted(costs, key=lambda cost: -(cost.loss or 0.0))[:count])
 
 
+def noise(sensitivity: Sensitivity, format: str) -> float:
+    """The largest gain that a layer seems to bring by being quantized, nats per token: smaller losses are noise too."""
+    return max((-cost.loss for cost in sensitivity.costs if cost.format == format and cost.loss is not None),
+               default=0.0)
+
+
 def recipe_text(format: str, kept: Sequence[int]) -> str:
     """A recipe that extends the format's own and leaves those layers in 16 bits."""
     content: dict[str, Any] = {"extends": format, "name": recipe_name(format, kept),

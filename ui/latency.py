@@ -89,13 +89,13 @@ def _objectives(rows: list[Row], endpoints: list[LatencySweep]) -> None:
     if ttft is None and tpot is None:
         st.caption("Set a limit: the table then says how many requests a second each engine serves within it.")
         return
-    lines = [{"engine": line.name, "requests/s within": words.number(line.goodput_req_s, 2),
-              "best load": _load(line), "TTFT ms": words.milliseconds(line.best.ttft_ms if line.best else None),
-              "TPOT ms": words.number(line.best.tpot_ms if line.best else None, 2),
-              "output tok/s": words.rate(line.best.out_tok_s if line.best else None),
-              "loads within": f"{line.met} of {line.cells}"}
+    lines = [{"engine": line.name, "requests/s within": line.goodput_req_s, "best load": _load(line),
+              "TTFT ms": line.best.ttft_ms if line.best else None, "TPOT ms": line.best.tpot_ms if line.best else None,
+              "output tok/s": line.best.out_tok_s if line.best else None, "loads within": f"{line.met} of {line.cells}"}
              for line in speed.served(rows, endpoints, Objectives(ttft_ms=ttft, tpot_ms=tpot))]
-    st.dataframe(lines, hide_index=True, width="stretch", key="goodput")
+    st.dataframe(lines, hide_index=True, width="stretch", key="goodput", column_config={
+        name: st.column_config.NumberColumn(format=form) for name, form in (
+            ("requests/s within", "%.2f"), ("TTFT ms", "%.1f"), ("TPOT ms", "%.2f"), ("output tok/s", "%.1f"))})
     st.caption("All requests of a batch share its times, so a batch is within the objectives as a whole. For an "
                "endpoint a load counts when its medians are within them.")
     common.frame_exports("goodput", lines)

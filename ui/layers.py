@@ -96,6 +96,9 @@ def _predicted(here: Site, sensitivity: Sensitivity, format: str, kept: list[int
         st.metric("TPOT", f"{words.milliseconds(tpot)} ms", "between the measured engines, by bytes",
                   delta_color="off", delta_arrow="off")
     st.caption("Losses of single layers are added up; judge the built engine before you believe the sum.")
+    if (floor := layers.noise(sensitivity, format)) > 0:
+        st.caption(f"Some layer, quantized, gains {floor:.4f}, so differences below that are noise: measure on more "
+                   "text (--rows) before you choose by them.")
     if len(kept) == len(sensitivity.layers):
         st.info("Every layer is left in 16 bits: that is the recipe bf16.")
         return
