@@ -28,7 +28,7 @@ def cells(grid: Grid, n: int, k: int, g_idx: torch.Tensor | None = None) -> tupl
     """The scale that each weight [n, k] takes, as an index into scales [rows, columns], and their shape."""
     kind = grid.granularity
     rows = torch.zeros(n) if kind.kind == "tensor" else torch.arange(n) // (kind.rows if kind.kind == "block" else 1)
-    width = {"group": lambda: kind.size, "block": lambda: kind.cols}.get(kind.kind, lambda: k)()
+    width = kind.size if kind.kind == "group" else kind.cols if kind.kind == "block" else k
     columns = torch.arange(k) // width if g_idx is None else g_idx
     shape = (int(rows.max()) + 1, int(columns.max()) + 1)
     return (rows[:, None] * shape[1] + columns).long(), shape

@@ -113,30 +113,37 @@ class Tiles:
 
 def _grouped(stored: Stored, n: int, k: int) -> tuple[Kind, Array, Array, Array | None] | None:
     """(kind, codes, scales and zeros, columns) of a weight that keeps its 8 or 4 bits; None where it cannot."""
-    grid, scale = stored.grid, stored.scale
-    if scale is None or (grid.dtype == "int4" and not packs_nibbles(grid, k)) or (
-            grid.dtype != "int4" and (stored.zero is not None or stored.g_idx is not None)):
+    grid = stored.grid
+    if stored.scale is None:
         return None
-    scales = scale.float().reshape(-1, 1).expand(n, 1) if scale.dim() < 2 else scale.float()
-    if grid.dtype != "int4":
-        fp8 = grid.dtype == "fp8_e4m3"
-        codes = stored.codes.view(torch.int8).numpy()
-        lanes = _group_scales(scales * 256 if fp8 else scales, None, n)
-        return Kind.FP8 if fp8 else Kind.INT8_WIDE, _bytes(_whole_tiles(codes, n)), lanes, None
-    columns, codes = None, stored.int4_codes()
+    scale = stored.scale.float()
+    scales = scale if scale.dim() == 2 else scale.reshape(-1, 1).expand(n, 1)
+    if grid.dtype == "int4":
+        return _nibbles(stored, scales, n) if packs_nibbles(grid, k) else None
+    if stored.zero is not None or stored.g_idx is not None:
+        return None
+    data = _bytes(_whole_tiles(stored.codes.view(torch.int8).numpy(), n))
+    if grid.dtype == "fp8_e4m3":
+        return Kind.FP8, data, _group_scales(scales * 256, None, n), None
+    return Kind.INT8_WIDE, data, _group_scales(scales, None, n), None
+
+
+def _nibbles(stored: Stored, scales: torch.Tensor, n: int) -> tuple[Kind, Array, Array, Array | None] | None:
+    """An int4 weight in the order of its groups; asymmetric codes and zeros are lowered by 8, to be signed."""
+    codes = stored.int4_codes()
+    columns: torch.Tensor | None = None
     if stored.g_idx is not None:
-        columns = sorted_columns(stored.g_idx, group_size(grid))
+        columns = sorted_columns(stored.g_idx, group_size(stored.grid))
         if columns is None:
             return None
         codes = codes[:, columns]
-    if not grid.symmetric:
-        codes -= 8
-    data = _int4(_whole_tiles(codes.contiguous().numpy(), n))
+    lowered = 0 if stored.grid.symmetric else 8
+    data = _int4(_whole_tiles((codes - lowered).contiguous().numpy(), n))
     if columns is None and stored.zero is None:
         return Kind.INT4, data, _group_scales(scales, None, n), None
     zero = torch.zeros(scales.shape, dtype=torch.int8)
     if stored.zero is not None:
-        zero = (stored.zero - 8 * (not grid.symmetric)).to(torch.int8).reshape(scales.shape[0], -1).expand(scales.shape)
+        zero = (stored.zero - lowered).to(torch.int8).reshape(-1, scales.shape[1]).expand(scales.shape)
     lanes = _group_scales(scales, zero, n)
     if columns is None:
         return Kind.INT4_ZERO, data, lanes, None
