@@ -9,8 +9,6 @@ of the vocabulary, so a loss may differ from the whole model's in its last digit
 
 from __future__ import annotations
 
-import gc
-
 import torch
 from torch.nn import functional
 
@@ -18,6 +16,7 @@ from calib.layer_model import head_model
 from calib.layer_store import LayerBatches
 from calib.layer_work import LayerWork, Relay
 from calib.methods import SCORED_ROWS, Measure
+from calib.peak import release_memory
 from calib.progress import Progress
 
 
@@ -33,7 +32,7 @@ def choose_alpha(work: LayerWork, choose: torch.Tensor, measure: Measure) -> flo
     for layer in layers:
         if not work.trials.has("statistics", layer):
             _collect(work, layer, alphas, len(trials))
-            gc.collect()  # as in layerwise: a quantized module refers to itself
+            release_memory()
         work.trials.drop_hidden(layer)
     losses: dict[float, float] = {}
     for index, alpha in enumerate(alphas if trials else []):

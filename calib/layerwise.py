@@ -21,7 +21,6 @@ looks at the predictions on a calibration row instead.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -36,6 +35,7 @@ from calib.layer_model import head_model, outside_names, outside_tensors
 from calib.layer_store import LayerBatches
 from calib.layer_work import LayerWork, Relay
 from calib.layers import natural_key
+from calib.peak import release_memory
 from calib.progress import Progress, Report
 from calib.sanity import compare, predictions
 from calib.scheme import Scheme
@@ -65,7 +65,7 @@ def calibrate_layers(work: LayerWork, choose: torch.Tensor, measure: methods.Mea
     for layer in range(work.plan.num_layers):
         if not work.store.has("layer", layer):
             _calibrate(work, layer, record.get("alpha"))
-            gc.collect()  # a quantized module refers to itself: without this, layers pile up
+            release_memory()  # a quantized module refers to itself: without this, layers pile up
         work.store.drop_hidden(layer)
     return record
 

@@ -1,18 +1,27 @@
-"""Peak anonymous memory of this process while something runs.
+"""Peak anonymous memory of this process while something runs; and giving back what is free.
 
 Anonymous memory (RssAnon: heap and stacks) is what a machine must really have; pages of mapped weight files come and go
 as the kernel sees fit. The kernel keeps a high-water mark of both together only, so a thread looks every few
 milliseconds.
+
+A heap that lends out codes between the float32 temporaries they came from keeps the holes: on a model of 36 million
+parameters the export alone seemed to take 141 MB for 36 MB of codes. glibc gives such holes back when asked to.
 """
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import threading
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import TracebackType
 
+import torch
+
 _STATUS = Path("/proc/self/status")
 _EVERY_S = 0.01
+_TRIM_BYTES = 16 * 1024**2
 
 
 def anonymous_bytes() -> int | None:
@@ -51,3 +60,26 @@ class AnonymousPeak:
         self._look()
         self._done.set()
         self._thread.join()
+
+
+def release_memory() -> None:
+    """Collect what refers to itself (quantized modules do), and give free pages back to the system where glibc can."""
+    gc.collect()
+    _trim()
+
+
+def _trim() -> None:
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+def released(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The stream unchanged; every 16 MB of it, what its making left free goes back."""
+    passed = 0
+    for name, tensor in tensors:
+        yield name, tensor
+        passed += tensor.nbytes
+        if passed > _TRIM_BYTES:
+            _trim()
+            passed = 0

@@ -24,6 +24,7 @@ from calib.layer_store import LayerStore
 from calib.layer_work import LayerWork
 from calib.layers import family_of
 from calib.model import check_finite, load_hf, load_model
+from calib.peak import released
 from calib.plan import CalibrationPlan
 from calib.progress import Progress, Report
 from calib.sanity import Before, check_after, observe
@@ -133,7 +134,7 @@ class Stage:
         record = layerwise.calibrate_layers(work, choose, self.memory)
         outcome = Outcome(work.schemes, record, layerwise.look(work, self.tokenizer))
         WRITERS[self.plan.layout].write(folder, planned_config(self.source, self.plan), outcome.schemes, self.plan.kv,
-                                        layerwise.layer_tensors(work))
+                                        released(layerwise.layer_tensors(work)))
         if self.inspect is not None:
             self.inspect(load_model(QuantizedCheckpoint(folder, None)))
         return outcome
@@ -179,7 +180,7 @@ class Stage:
             self.inspect(model)
         self.report(Progress("export", 0, 1, "checkpoint"))
         WRITERS[self.plan.layout].write(folder, planned_config(self.source, self.plan), outcome.schemes, self.plan.kv,
-                                        tensors)
+                                        released(tensors))
 
     def _protected(self) -> tuple[dict[str, Scheme], dict[str, Any]]:
         """The layers' schemes without those of protected layers, and what to record of the choice."""
