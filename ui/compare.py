@@ -83,7 +83,9 @@ def _cell(line: several.Figures, place: int) -> str:
     text, change = several.written(line.values[place], line.axis), line.changes[place]
     if change is None or not change.seen or change.first is None or change.second is None:
         return text
-    return f"{'▲' if change.second > change.first else '▼'} {text}"
+    higher = change.second > change.first
+    said = f" {'worse' if higher == line.axis.lower_is_better else 'better'}" if line.axis.directed else ""
+    return f"{'▲' if higher else '▼'} {text}{said}"
 
 
 def _words(here: Site, runs: list[Run], rows: list[list[Row]]) -> None:

@@ -81,10 +81,10 @@ def _chain(shown: Shown, digest: str) -> None:
     row = next(row for row in shown.rows if row.engine_digest == digest)
     with shown.site.store() as store:
         links = found_evidence.chain(store, shown.run, row)
-    lines = [{"step": link.what, "what": link.name, "digest": link.digest,
-              "here": "✓" if link.found else "gone"} for link in links]
+    lines = [{"step": link.what, "what": link.name, "here": "✓" if link.found else "gone", "digest": link.digest}
+             for link in links]
     st.dataframe(lines, hide_index=True, width="stretch", key="chain",
-                 column_config={"digest": st.column_config.TextColumn(width="large")})
+                 column_config={"here": st.column_config.TextColumn(width="small")})
     with st.expander("Facts of the run"):
         st.dataframe([{"fact": name, "value": value} for name, value in shown.page.facts], hide_index=True,
                      width="stretch")

@@ -182,7 +182,7 @@ def test_two_runs_are_compared_and_what_differs_is_marked(open_page, stored_home
     page.toggle(key="differs").set_value(True).run()
     figures = page.dataframe[1].value
     assert set(figures["figure"]) == {"TPOT, ms"}
-    assert all(cell.startswith("▲ ") for cell in figures["later-000000000000"])
+    assert all(cell.startswith("▲ ") and cell.endswith(" worse") for cell in figures["later-000000000000"])
 
 
 def test_runs_of_other_data_are_not_compared(open_page, stored_home, report_rows):
