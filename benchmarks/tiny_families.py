@@ -132,7 +132,7 @@ def greedy(model: PreTrainedModel, prompt: Sequence[int], count: int) -> list[in
 
 def step_logits(model: PreTrainedModel, prompt: Sequence[int], following: Sequence[int], *, first: int | None = None
                 ) -> torch.Tensor:
-    """Logits [1 + len(following), vocabulary] after the prompt and after each following token, with transformers' cache.
+    """Logits [1 + len(following), vocabulary] after the prompt and each following token, with transformers' cache.
 
     The prompt's first ``first`` tokens (all, if not given) are one call, every later token is a call of its own.
     """

@@ -8,7 +8,7 @@ from typing import Any
 
 from calib.errors import CalibError
 from calib.head import HEAD
-from calib.layers import Family
+from calib.layers import Family, is_tied
 from calib.parallel import shard_columns
 from calib.recipe import Recipe
 from calib.scheme import Frozen, Grid, Scheme
@@ -103,7 +103,7 @@ def other_modules(shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any],
             scheme = head if module == HEAD else None
             found.append(ModulePlan(name=module, shape=(shape[0], shape[1]), scheme=scheme,
                                     reason="" if scheme else _LEFT[module]))
-    if config.get("tie_word_embeddings") and not any(module.name == HEAD for module in found):
+    if is_tied(config) and not any(module.name == HEAD for module in found):
         found.append(ModulePlan(name=HEAD, shape=(config["vocab_size"], config["hidden_size"]), scheme=head,
                                 reason="" if head else "tied: it is the embedding's matrix"))
     return found

@@ -1,7 +1,8 @@
 """Keys and values on a grid: fake quantization inside attention, and the static scales found for it.
 
 transformers looks an attention function up by name; ours round keys (after RoPE) and values before scaled-dot-product
-attention, or only note their largest magnitude. One scale each per layer: amax / largest code, float32 [].
+attention, or only note their largest magnitude. One scale each per layer: amax / largest code, float32 []. Softcaps
+(cap * tanh(score / cap), Gemma 2) have no place in torch's fused attention: there it is written out.
 """
 
 from __future__ import annotations
@@ -22,15 +23,29 @@ from calib.scheme import CODE_MAX, Grid
 FAKE_KV, _WATCH_KV = "toolkit_fake_kv", "toolkit_watch_kv"
 
 
+def _attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None,
+            *args: Any, scaling: float | None = None, softcap: float | None = None, **kwargs: Any) -> Any:
+    if softcap is None:
+        return sdpa_attention_forward(module, query, key, value, mask, *args, scaling=scaling, **kwargs)
+    repeats = query.shape[1] // key.shape[1]
+    key, value = (part.repeat_interleave(repeats, 1) for part in (key, value))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = softcap * torch.tanh(query @ key.transpose(2, 3) * (scale / softcap))
+    if mask is None:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool).tril(scores.shape[-1] - scores.shape[-2])
+    out = scores.masked_fill(~mask, -torch.inf).softmax(-1) @ value
+    return out.transpose(1, 2).contiguous(), None
+
+
 def _fake(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    return sdpa_attention_forward(module, query, fake_quantize(module.kv_grid, key, module.k_scale),
-                                  fake_quantize(module.kv_grid, value, module.v_scale), *args, **kwargs)
+    return _attend(module, query, fake_quantize(module.kv_grid, key, module.k_scale),
+                   fake_quantize(module.kv_grid, value, module.v_scale), *args, **kwargs)
 
 
 def _watch(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     seen = module.kv_seen
     seen[0], seen[1] = torch.maximum(seen[0], key.abs().amax()), torch.maximum(seen[1], value.abs().amax())
-    return sdpa_attention_forward(module, query, key, value, *args, **kwargs)
+    return _attend(module, query, key, value, *args, **kwargs)
 
 
 for _name, _function in ((FAKE_KV, _fake), (_WATCH_KV, _watch)):

@@ -3,13 +3,17 @@
 A ``Family`` says what calibration must know about an architecture: which modules of a decoder layer are linear and
 quantized, and across which pairs a per-channel scale may be moved without changing the function (a norm's output
 channels into its readers, ``up_proj`` rows into ``down_proj`` columns, ``v_proj`` rows into ``o_proj`` columns).
+
+What lies between a pair's source and its readers must let a channel's factor through. A norm's weight and an untouched
+linear do; an activation does not (``gate_proj`` is no source), nor does a norm of the source's own rows: so q and k are
+never sources, and in Gemma, which normalises what ``o_proj`` and ``down_proj`` give, those norms feed no linear at all.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from calib.config import check_complete
@@ -29,17 +33,24 @@ class Smoothing:
     """Scale the outputs of ``source`` by 1/s and the input columns of ``readers`` by s; names within a layer.
 
     ``kind``: "norm" (source is a norm), "rows" (source's output rows are the readers' inputs), "heads" (source is
-    v_proj: its rows are repeated to the query heads before o_proj reads them).
+    v_proj: its rows are repeated to the query heads before o_proj reads them). ``stacked``: only the last rows of the
+    source are meant (v in a qkv_proj, up in a gate_up_proj). ``offset``: what a norm adds to its stored weight.
     """
 
     kind: str
     source: str
     readers: tuple[str, ...]
+    stacked: bool = False
+    offset: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What calibration knows of an architecture. ``linears`` are names within a decoder layer."""
+    """What calibration knows of an architecture. ``linears`` are names within a decoder layer.
+
+    ``tied``: whether the output head is the embedding where config.json does not say. ``softcap``: attention caps its
+    scores, which torch's fused attention cannot.
+    """
 
     name: str
     layers: str
@@ -47,6 +58,8 @@ class Family:
     linears: tuple[str, ...]
     smoothings: tuple[Smoothing, ...]
     fused: tuple[tuple[str, ...], ...]
+    tied: bool = False
+    softcap: bool = False
 
 
 _ATTENTION = tuple(f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
@@ -59,8 +72,38 @@ LLAMA = Family(
                 Smoothing("rows", _MLP[1], (_MLP[2],))),
     fused=(_ATTENTION[:3], _MLP[:2]))
 
+GEMMA = replace(
+    LLAMA, name="Gemma", tied=True, smoothings=(
+        Smoothing("norm", "input_layernorm", _ATTENTION[:3], offset=1.0),
+        Smoothing("norm", "pre_feedforward_layernorm", _MLP[:2], offset=1.0), *LLAMA.smoothings[2:]))
+_QKV, _OUT, _GATE_UP, _DOWN = "self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"
+PHI3 = Family(
+    name="Phi-3", layers="model.layers", attention="self_attn", linears=(_QKV, _OUT, _GATE_UP, _DOWN),
+    smoothings=(Smoothing("norm", "input_layernorm", (_QKV,)),
+                Smoothing("norm", "post_attention_layernorm", (_GATE_UP,)),
+                Smoothing("heads", _QKV, (_OUT,), stacked=True), Smoothing("rows", _GATE_UP, (_DOWN,), stacked=True)),
+    fused=())
+
 #: Architectures by the name in config.json.
-FAMILIES: dict[str, Family] = {"LlamaForCausalLM": LLAMA}
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": LLAMA, "MistralForCausalLM": replace(LLAMA, name="Mistral"),
+    "Qwen2ForCausalLM": replace(LLAMA, name="Qwen2"), "Qwen3ForCausalLM": replace(LLAMA, name="Qwen3"),
+    "Gemma2ForCausalLM": replace(GEMMA, name="Gemma 2", softcap=True),
+    "Gemma3ForCausalLM": replace(GEMMA, name="Gemma 3"), "Phi3ForCausalLM": PHI3}
+#: What an unsupported model is, by signs in its name and in the keys of its config.json.
+_SIGNS = (("a mixture of experts", ("Moe", "MoE", "Mixtral"), ("num_local_experts", "num_experts", "n_routed_experts")),
+          ("a model of images or sound beside text", ("ConditionalGeneration", "Vision", "VL"),
+           ("vision_config", "audio_config")),
+          ("no causal language model", ("ForMaskedLM", "Classification", "Encoder", "ForQuestionAnswering"),
+           ("is_encoder_decoder",)))
+
+
+def kind_of(name: str, config: Mapping[str, Any]) -> str:
+    """What an unsupported architecture is, in brackets, where its name or its config.json shows it; else nothing."""
+    for words, parts, keys in _SIGNS:
+        if any(part in name for part in parts) or any(config.get(key) for key in keys):
+            return f" ({words})"
+    return " (no language-model head)" if name.endswith("Model") else ""
 
 
 def family_of(config: Mapping[str, Any], origin: str) -> Family:
@@ -68,10 +111,16 @@ def family_of(config: Mapping[str, Any], origin: str) -> Family:
     architectures = config.get("architectures") or []
     name = architectures[0] if architectures else f"model_type {config.get('model_type')!r}"
     if name not in FAMILIES:
-        raise CalibError(f"{origin} is a {name}, which is not supported",
+        raise CalibError(f"{origin} is a {name}{kind_of(name, config)}, which is not supported",
                          f"Supported architectures: {', '.join(sorted(FAMILIES))}.")
     check_complete(config, f"config.json of {origin}")
     return FAMILIES[name]
+
+
+def is_tied(config: Mapping[str, Any]) -> bool:
+    """Whether the output head is the embedding's matrix: as config.json says, else as the family's models are."""
+    family = FAMILIES.get((config.get("architectures") or [""])[0])
+    return bool(config.get("tie_word_embeddings", family is not None and family.tied))
 
 
 def planned_linears(family: Family, num_layers: int) -> list[str]:
@@ -84,8 +133,9 @@ def attention_modules(family: Family, num_layers: int) -> list[str]:
 
 
 def attention_names(tensors: Iterable[str]) -> list[str]:
-    """Attention modules by their k_proj tensors, in natural order."""
-    return sorted({name.rpartition(".k_proj.")[0] for name in tensors if ".k_proj." in name}, key=natural_key)
+    """Attention modules by their k_proj (or qkv_proj) tensors, in natural order."""
+    return sorted({name.rpartition(part)[0] for name in tensors for part in (".k_proj.", ".qkv_proj.") if part in name},
+                  key=natural_key)
 
 
 def scale_shape(grid: Grid, weight: tuple[int, ...]) -> tuple[int, ...]:

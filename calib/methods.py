@@ -70,6 +70,7 @@ def run_awq(model: nn.Module, plan: CalibrationPlan, schemes: dict[str, Scheme],
     scales: dict[str, torch.Tensor] = {}
     for members in _readers(schemes, family, plan.num_layers):
         scales |= dict.fromkeys(members, quantizer.share_pre_quant_scale(model, members))
+    _fold_into_norms(model, schemes, family, plan.num_layers)
     quantizer.settle(model, schemes)
     for index, module in enumerate(schemes if plan.recipe.clip_ratios else ()):
         report(Progress("clip weights", index, len(schemes), "module"))
@@ -78,6 +79,15 @@ def run_awq(model: nn.Module, plan: CalibrationPlan, schemes: dict[str, Scheme],
             _weight(model, module), importance, cast(int, plan.group_size), plan.recipe.clip_ratios))
     quantizer.check_scales(model, schemes, plan.attentions, plan.kv)
     quantizer.project_weights(model, schemes)
+
+
+def _fold_into_norms(model: nn.Module, schemes: dict[str, Scheme], family: Family, num_layers: int) -> None:
+    """What a norm's readers multiply their input by goes into the norm itself."""
+    for layer in range(num_layers):
+        for pair in family.smoothings:
+            readers = [f"{family.layers}.{layer}.{name}" for name in pair.readers]
+            if pair.kind == "norm" and readers[0] in schemes:
+                quantizer.fold_into_norm(model, f"{family.layers}.{layer}.{pair.source}", readers, pair.offset)
 
 
 def _readers(schemes: dict[str, Scheme], family: Family, num_layers: int) -> list[list[str]]:

@@ -123,7 +123,8 @@ def load_model(checkpoint: QuantizedCheckpoint) -> PreTrainedModel:
     It shares no code with modelopt and none with the engines, and so can judge both.
     """
     config = AutoConfig.for_model(**checkpoint.config)
-    config._attn_implementation = FAKE_KV if checkpoint.kv.quantized else "sdpa"
+    plain = "eager" if family_of(checkpoint.config, "the checkpoint").softcap else "sdpa"
+    config._attn_implementation = FAKE_KV if checkpoint.kv.quantized else plain
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.tie_weights()

@@ -18,7 +18,7 @@ from calib.estimates import MIB, Sizes, free_bytes, memory_bound, working_bytes
 from calib.formats.hf import MissingWeightsError
 from calib.hardware import obstacle
 from calib.head import HEAD
-from calib.layers import Family, attention_modules, family_of, planned_linears
+from calib.layers import Family, attention_modules, family_of, is_tied, planned_linears
 from calib.loaders import Loader, loaders
 from calib.model import resolve_model, source_grid_of
 from calib.outline import Outline, outline_of
@@ -116,7 +116,7 @@ def make_plan(model: str | Path, recipe: Recipe, kv_cache: KvChoice = "bf16", *,
     modules = (*matched_modules(recipe, shapes, group, kv), *other_modules(outline.shapes, config, recipe, kv))
     check_fused(family, modules, layers)
     check_modules(((one.name, one.shape, one.scheme) for one in modules if one.name in shapes), tp)
-    layout, tied = _layout(recipe, kv), bool(config.get("tie_word_embeddings", False))
+    layout, tied = _layout(recipe, kv), is_tied(config)
     attentions = tuple(attention_modules(family, layers))
     sizes = _sizes(outline, family, shapes, _result_bytes(outline, modules, tied, layout, attentions, kv))
     bound = memory_bound(memory)
@@ -196,7 +196,7 @@ def _linear_shapes(outline: Outline, family: Family) -> dict[str, tuple[int, int
 
 def _sizes(outline: Outline, family: Family, linears: dict[str, tuple[int, int]], result_bytes: int) -> Sizes:
     config, first = outline.config, f"{family.layers}.0."
-    tied = bool(config.get("tie_word_embeddings", False))
+    tied = is_tied(config)
     counts = {name: math.prod(shape) for name, shape in outline.shapes.items()
               if not (tied and name == f"{HEAD}.weight")}
     return Sizes(parameters=sum(counts.values()), result_bytes=result_bytes,

@@ -32,7 +32,6 @@ from calib.scheme import CODE_MAX, Grid, Scheme
 with warnings.catch_warnings():  # it warns of every transformers version that it was not released with
     warnings.simplefilter("ignore")
     import modelopt.torch.quantization as mtq
-    from modelopt.torch.export.unified_export_hf import requantize_resmooth_fused_llm_layers
     from modelopt.torch.quantization.config import QuantizerAttributeConfig
     from modelopt.torch.quantization.nn import TensorQuantizer
 
@@ -203,10 +202,20 @@ def set_weight_amax(model: nn.Module, module: str, amax: torch.Tensor) -> None:
     quantizer.amax = amax.reshape(quantizer.amax.shape)
 
 
+def fold_into_norm(model: nn.Module, norm: str, readers: Sequence[str], offset: float) -> None:
+    """Multiply a norm by the shared pre_quant_scale of its readers, which lose theirs. ``offset``: what the norm adds
+    to its stored weight."""
+    quantizers = [_quantizer(model, f"{module}.input_quantizer") for module in readers]
+    weight: Any = model.get_submodule(norm).weight
+    with torch.inference_mode():
+        weight.copy_((weight + offset) * quantizers[0].pre_quant_scale.flatten() - offset)
+    for quantizer in quantizers:
+        delattr(quantizer, "_pre_quant_scale")
+
+
 def settle(model: nn.Module, schemes: Mapping[str, Scheme]) -> None:
-    """Make the model in memory the one that the export writes: scales folded into norms, weights and norms in bf16."""
+    """Make the model in memory the one that is written: weights and norms in bf16."""
     with quiet(), torch.inference_mode():
-        requantize_resmooth_fused_llm_layers(model)
         for parameter in model.parameters():
             parameter.copy_(parameter.to(torch.bfloat16))
     recalibrate_weights(model, schemes)

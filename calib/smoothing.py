@@ -6,8 +6,9 @@ from the activation, which is quantized per token over all channels, into the we
 ``s_j = amax(x_j)^alpha / amax(W_:j)^(1 - alpha)``; alpha = 0 here means no smoothing at all.
 
 A norm's weight is stored in bf16, so its division is rounded; the readers get the *effective* factor old/new, which
-keeps the pair exact. Under grouped-query attention a value channel feeds several query heads and needs one s for all of
-them: the largest activation and weight over the heads that share it.
+keeps the pair exact (of a norm that multiplies by 1 + weight, old and new are 1 + weight). Under grouped-query
+attention a value channel feeds several query heads and needs one s for all of them: the largest activation and weight
+over the heads that share it.
 """
 
 from __future__ import annotations
@@ -57,6 +58,16 @@ def _weight(layer: nn.Module, name: str) -> torch.Tensor:
     return cast(torch.Tensor, layer.get_submodule(name).weight)
 
 
+def _source(layer: nn.Module, pair: Smoothing, leaf: str = "weight") -> torch.Tensor | None:
+    """The source's weight or bias, of which only the last rows are meant where several outputs are stacked; a view."""
+    held = getattr(layer.get_submodule(pair.source), leaf, None)
+    if held is None or not pair.stacked:
+        return cast(torch.Tensor | None, held)
+    wide = _weight(layer, pair.readers[0]).shape[1]
+    rows = wide if pair.kind == "rows" else (held.shape[0] - wide) // 2
+    return cast(torch.Tensor, held)[held.shape[0] - rows:]
+
+
 def _fold_pair(layer: nn.Module, pair: Smoothing, seen: torch.Tensor, alpha: float) -> torch.Tensor:
     readers = [_weight(layer, reader) for reader in pair.readers]
     columns = torch.stack([reader.abs().amax(0) for reader in readers]).amax(0)
@@ -73,14 +84,15 @@ def divide_source(layer: nn.Module, pair: Smoothing, factors: torch.Tensor) -> t
 
     A norm's weight is stored in bf16: what its rounding leaves is the effective factor.
     """
-    source = _weight(layer, pair.source)
+    source = cast(torch.Tensor, _source(layer, pair))
     if pair.kind == "norm":
-        scaled = (source / factors).to(torch.bfloat16).to(source.dtype)
-        factors = torch.where(scaled != 0, source / scaled, torch.ones_like(scaled))
-        source.copy_(torch.where(scaled != 0, scaled, source))
+        stored = ((source + pair.offset) / factors - pair.offset).to(torch.bfloat16).to(source.dtype)
+        scaled = stored + pair.offset
+        factors = torch.where(scaled != 0, (source + pair.offset) / scaled, torch.ones_like(scaled))
+        source.copy_(torch.where(scaled != 0, stored, source))
         return factors
     source.div_(factors[:, None])
-    bias = getattr(layer.get_submodule(pair.source), "bias", None)
+    bias = _source(layer, pair, "bias")
     if bias is not None:
         bias.div_(factors)
     return factors
@@ -89,7 +101,7 @@ def divide_source(layer: nn.Module, pair: Smoothing, factors: torch.Tensor) -> t
 def shared_by_heads(layer: nn.Module, pair: Smoothing, seen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """A statistic [in] per source row (the largest over the heads that share it), and each reader column's source row.
     """
-    rows = _weight(layer, pair.source).shape[0]
+    rows = cast(torch.Tensor, _source(layer, pair)).shape[0]
     if pair.kind != "heads" or seen.numel() == rows:
         return seen, torch.arange(seen.numel())
     head_dim = int(layer.get_submodule(pair.source.rpartition(".")[0]).head_dim)  # type: ignore[arg-type]

@@ -128,7 +128,8 @@ def _plan_parts(engine: Engine) -> list[RenderableType]:
             Text(f"limits: {limits.max_batch_size} sequences of {limits.max_seq_len} tokens, {limits.max_num_tokens} "
                  f"tokens a step, {limits.num_blocks} KV blocks of {limits.block_size}"),
             Text(f"memory: weights {words.size(memory.weights)}, activations {words.size(memory.activations)}, "
-                 f"KV cache up to {words.size(memory.kv_cache)}")]
+                 f"KV cache up to {words.size(memory.kv_cache)}"),
+            *(Text(f"note: {note}") for note in plan.notes)]
 
 
 def faults_of(ref: Ref) -> list[str]:

@@ -30,6 +30,11 @@ from engines.runtime.cuda.arena import arena_bytes
 from engines.runtime.cuda.graphs import decode_sizes
 from engines.runtime.cuda.memory import GRAPH_ALLOWANCE, cap_bytes, table
 
+#: Facts that the GPU runner honours.
+_PLAIN = ("family", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
+          "head_dim", "norm_eps", "rope", "max_position", "tied_embeddings", "qkv_bias", "output_bias", "mlp_bias",
+          "fused_weights")
+
 
 def check_gpu(spec: EngineSpec, schemes: Mapping[str, Scheme], kv: Grid, device: Device) -> None:
     """Refuse, in words, what this device cannot do."""
@@ -44,6 +49,15 @@ def check_gpu(spec: EngineSpec, schemes: Mapping[str, Scheme], kv: Grid, device:
     if spec.max_num_tokens < decode_sizes(spec.max_batch_size)[-1]:
         raise EngineError(f"max_num_tokens {spec.max_num_tokens} is less than max_batch_size {spec.max_batch_size}",
                           "Every sequence of a step needs a token: raise one or lower the other.")
+
+
+def check_family(facts: ModelFacts) -> None:
+    """EngineError for a family whose differences from the plain decoder the GPU runner does not pass on."""
+    plain = ModelFacts(**{name: getattr(facts, name) for name in _PLAIN})
+    other = [name for name in ModelFacts.model_fields if getattr(facts, name) != getattr(plain, name)]
+    if other or facts.rope.partial != 1.0:
+        raise EngineError(f"{facts.family} has no GPU runner: {', '.join(other) or 'rope.partial'} would be ignored",
+                          "Build it for the CPU.")
 
 
 def check_linears(program: Program, device: Device) -> None:
@@ -83,6 +97,7 @@ def make_gpu_plan(config: Mapping[str, object], schemes: Mapping[str, Scheme], k
     EngineError says in words and numbers what cannot be met."""
     check_gpu(spec, schemes, kv, device)
     facts, unfused, program, fusions = fused_program(config, schemes, keys)
+    check_family(facts)
     max_seq_len = spec.max_seq_len or facts.max_position
     if max_seq_len > facts.max_position:
         raise EngineError(f"max_seq_len {max_seq_len} is beyond the model's {facts.max_position} positions",

@@ -321,7 +321,8 @@ class CpuBackend:
         activation = op.activation
 
         def step(v: Values, context: StepContext) -> None:
-            v[out] = quantize(row_ops.gated(*v[gate_up].chunk(2, -1), activation))
+            gate, up = v[gate_up].chunk(2, -1)
+            v[out] = quantize(row_ops.gated(gate, up, activation))
         return step
 
     def _soft_cap(self, op: SoftCap, places: _Places) -> Step:

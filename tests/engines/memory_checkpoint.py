@@ -103,10 +103,11 @@ class MemoryCheckpoint:
     def _tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self.source.tensors():
             module, _, kind = name.rpartition(".")
-            if name.endswith("k_proj.weight") and self.kv.quantized:
+            if name.endswith((".k_proj.weight", ".qkv_proj.weight")) and self.kv.quantized:
+                attention = module.rpartition(".")[0]
                 spread = torch.arange(self.kv_heads) * 0.003 if self.kv_heads else torch.tensor(0.0)
-                yield f"{module.removesuffix('.k_proj')}.k_scale", self.kv_scale + spread
-                yield f"{module.removesuffix('.k_proj')}.v_scale", self.kv_scale + 0.001 - spread
+                yield f"{attention}.k_scale", self.kv_scale + spread
+                yield f"{attention}.v_scale", self.kv_scale + 0.001 - spread
             scheme = self.schemes.get(module)
             if scheme is None or kind != "weight":
                 yield name, tensor

@@ -93,7 +93,7 @@ def _span(blocks: Sequence[int], block_size: int, length: int, new: int, window:
 
 def plan(tables: Sequence[Sequence[int]], lengths: Sequence[int], new: Sequence[int], block_size: int, window: int = 0
          ) -> AttentionPlan:
-    """Plan a step. ``lengths`` count the new tokens; sequences with one new token come first; ``window`` 0: all keys."""
+    """Plan a step. ``lengths`` count the new tokens; sequences with one new token come first; window 0: all keys."""
     decodes = sum(1 for count in new if count == 1)
     longest = max(lengths[:decodes], default=0)
     separate = decodes == 1 or (longest >= VIEW_FROM and all(

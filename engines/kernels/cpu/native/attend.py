@@ -116,7 +116,7 @@ def _top(x: Any) -> Any:
 
 
 @njit(nogil=True, error_model="numpy", fastmath=SUMS)
-def _soften(scores: Any, scale: float) -> Any:
+def _soften(scores: Any, scale: Any) -> Any:
     """scores -> e^((score - largest) * scale), in place; their sum."""
     top = _top(scores)
     total = np.float32(0.0)
