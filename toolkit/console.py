@@ -13,7 +13,7 @@ from types import TracebackType
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, ProgressColumn, SpinnerColumn, Task, TaskID, TextColumn, TimeElapsedColumn
 from rich.progress import Progress as Bars
 from rich.text import Text
 
@@ -59,6 +59,14 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
+class _Left(ProgressColumn):
+    """Counts down to ``ends``. (rich's own column forgets steps older than 30 s, so a slow stage has no estimate.)"""
+
+    def render(self, task: Task) -> Text:
+        ends = task.fields["ends"]
+        return Text("" if ends is None else f"about {duration(ends - time.monotonic())} left", style="cyan")
+
+
 class Watcher:
     """Context manager and ``calib.progress.Report`` in one. Never raises into the work that reports to it."""
 
@@ -74,7 +82,7 @@ class Watcher:
     def _make_bars(self) -> Bars:
         return Bars(SpinnerColumn(), TextColumn("{task.description}", markup=False), BarColumn(bar_width=28),
                     TextColumn("{task.fields[count]}", justify="right", markup=False), TimeElapsedColumn(),
-                    TextColumn("left"), TimeRemainingColumn(compact=True),
+                    _Left(),
                     TextColumn("{task.fields[message]}", style="dim", markup=False),
                     console=self._console, transient=True)
 
@@ -108,8 +116,10 @@ class Watcher:
 
     def _draw(self, bars: Bars, event: Progress) -> None:
         if self._task is None:
-            self._task = bars.add_task(event.stage, total=event.total, count="", message="")
-        bars.update(self._task, total=event.total, completed=event.done, count=_count(event), message=event.message)
+            self._task = bars.add_task(event.stage, total=event.total, count="", message="", ends=None)
+        left = self._left(event)
+        bars.update(self._task, total=event.total, completed=event.done, count=_count(event), message=event.message,
+                    ends=None if left is None else event.at + left)
         self._last = event
 
     def _close_stage(self) -> None:
@@ -123,12 +133,17 @@ class Watcher:
             self._bars.console.print(f"{mark} {escape(self._last.stage)}  [dim]{_count(self._last)}, {spent}[/]")
         self._task = self._last = None
 
-    def _line(self, event: Progress) -> str:
-        eta = ""
+    def _left(self, event: Progress) -> float | None:
+        """Seconds that the stage has left at its rate so far; None while nothing can be said, and at its end."""
         spent = event.at - self._began
         passed = event.done - self._first  # a resumed stage does not begin at zero
-        if event.total and passed > 0 and spent > 0:
-            eta = f", about {duration(spent * (event.total - event.done) / passed)} left"
+        if not event.total or passed <= 0 or spent <= 0 or event.done >= event.total:
+            return None
+        return spent * (event.total - event.done) / passed
+
+    def _line(self, event: Progress) -> str:
+        left = self._left(event)
+        eta = "" if left is None else f", about {duration(left)} left"
         return f"{event.stage}: {_count(event)}{eta}{'  ' + event.message if event.message else ''}"
 
 

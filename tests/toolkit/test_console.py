@@ -69,6 +69,35 @@ def test_on_a_terminal_finished_stages_become_lines(monkeypatch, clock):
     assert "✓ build  2/2 layers, 2 s" in shown
 
 
+def test_a_slow_stage_has_an_estimate_on_a_terminal_too(monkeypatch, clock):
+    """Steps a minute apart: rich's own estimate had forgotten them, and said --:-- to the end."""
+    from rich.console import Console
+
+    monkeypatch.setattr(console, "stderr", lambda: Console(force_terminal=True, width=100, file=io.StringIO()))
+    with console.Watcher() as watch:
+        def shown():
+            [task] = watch._bars.tasks
+            return console._Left().render(task).plain
+
+        watch(event("smooth", 0, 3, clock[0], unit="strength"))
+        assert shown() == ""
+        clock[0] += 58
+        watch(event("smooth", 1, 3, clock[0], unit="strength"))
+        assert shown() == "about 1 min 56 s left"
+        clock[0] += 50
+        assert shown() == "about 1 min 06 s left"
+        watch(event("smooth", 3, 3, clock[0], unit="strength"))
+        assert shown() == ""
+
+
+def test_a_stage_that_is_done_has_nothing_left(capsys, clock):
+    with console.Watcher() as watch:
+        watch(event("latency", 0, 2, clock[0], unit="cell"))
+        clock[0] += 31
+        watch(event("latency", 2, 2, clock[0], unit="cell"))
+    assert capsys.readouterr().err.splitlines()[-1] == "latency: 2/2 cells"
+
+
 @pytest.mark.parametrize(("seconds", "written"), [(0, "0 s"), (59.4, "59 s"), (65, "1 min 05 s"), (7800, "2 h 10 min")])
 def test_duration(seconds, written):
     assert console.duration(seconds) == written
