@@ -61,8 +61,16 @@ class Engine:
             raise EngineError(f"{path} has a plan that cannot be read: {place}: {first['msg']}", "Build it again."
                               ) from error
         engine = cls(artifact, record)
+        engine._check_program()
         engine._check_device()
         return engine
+
+    def _check_program(self) -> None:
+        """A plan of parts that do not belong together would be an index out of range somewhere in a step."""
+        layers = {op.layer for op in self.plan.program.ops if op.op == "attention"}
+        if layers != set(range(self.plan.model.num_layers)):
+            raise EngineError(f"{self.path} has a plan for {self.plan.model.num_layers} layers whose program has "
+                              f"{len(layers)}", "Build it again.")
 
     def _check_device(self) -> None:
         built, here = self.plan.device, detect(self.plan.device.kind)

@@ -49,11 +49,11 @@ class EngineSpec(Frozen):
 class Limits(Frozen):
     """What an engine accepts, and the KV cache that follows from it."""
 
-    max_seq_len: int
-    max_batch_size: int
-    max_num_tokens: int
-    block_size: int
-    num_blocks: int
+    max_seq_len: int = Field(ge=1)
+    max_batch_size: int = Field(ge=1)
+    max_num_tokens: int = Field(ge=1)
+    block_size: int = Field(ge=1)
+    num_blocks: int = Field(ge=1)
 
 
 class MemoryPlan(Frozen):
