@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 from types import TracebackType
 
 from rich.console import Console
@@ -106,6 +107,8 @@ class Watcher:
         if self._quiet:
             return
         if event.stage != self._stage:
+            if self._last is not None and self._last.total == 1:  # one thing to do, and the work went on: it is done
+                self._last = replace(self._last, done=1, at=event.at)
             self._close_stage()
             self._stage, self._began, self._spoke, self._first = event.stage, event.at, 0.0, event.done
         if self._bars:

@@ -80,7 +80,7 @@ def _facts_table(facts: dict[str, Any]) -> RenderableType:
     table.add_column(overflow="fold")
 
     def add(name: str, value: Any, indent: int) -> None:
-        title = "  " * indent + (name if indent else name.replace("_", " "))
+        title = "  " * indent + (name if indent else name.removesuffix("_bytes").replace("_", " "))
         if isinstance(value, dict):
             table.add_row(title, "")
             for key, inner in value.items():
@@ -88,6 +88,7 @@ def _facts_table(facts: dict[str, Any]) -> RenderableType:
         else:
             sized = isinstance(value, int) and (name == "size_bytes" or value >= 10**6)
             written = (words.size(value) if sized else words.MISSING if value is None else
+                       ("yes" if value else "no") if isinstance(value, bool) else
                        ", ".join(map(str, value)) if isinstance(value, list) else str(value))
             table.add_row(title, Text(written))
     for name, value in facts.items():

@@ -90,6 +90,20 @@ def test_a_slow_stage_has_an_estimate_on_a_terminal_too(monkeypatch, clock):
         assert shown() == ""
 
 
+def test_a_stage_of_one_step_is_done_when_the_next_begins(monkeypatch, clock):
+    from rich.console import Console
+
+    terminal = Console(force_terminal=True, width=100, record=True, file=io.StringIO())
+    monkeypatch.setattr(console, "stderr", lambda: terminal)
+    with console.Watcher() as watch:
+        for stage in ("load model", "export"):
+            watch(event(stage, 0, 1, clock[0], unit="model"))
+            clock[0] += 40
+    shown = terminal.export_text()
+    assert "✓ load model  1/1 model, 40 s" in shown
+    assert "· export  0/1 model" in shown, "what broke off is not done"
+
+
 def test_a_stage_that_is_done_has_nothing_left(capsys, clock):
     with console.Watcher() as watch:
         watch(event("latency", 0, 2, clock[0], unit="cell"))

@@ -124,8 +124,9 @@ def _verify(group: typer.Typer) -> None:
         session.show({"target": target.name, "releases": outcome.releases, "files": outcome.files,
                       "bytes": outcome.bytes, "audit_head": outcome.audit_head, "faults": [], "notes": outcome.notes},
                      [outcome.audit_head],
-                     f"{outcome.releases} releases, {outcome.files} files, {outcome.bytes / 1e6:,.1f} MB: all as "
-                     f"released. Audit log head {outcome.audit_head[:16]}.", *outcome.notes)
+                     f"{outcome.releases} release{'' if outcome.releases == 1 else 's'}, {outcome.files} files, "
+                     f"{outcome.bytes / 1e6:,.1f} MB: all as released. Audit log head {outcome.audit_head[:16]}.",
+                     *outcome.notes)
 
 
 def _log(group: typer.Typer) -> None:
