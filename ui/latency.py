@@ -126,6 +126,16 @@ def _percentiles(shown: Shown, endpoints: list[LatencySweep], known: int) -> Non
                     "toolkit sweep --url http://127.0.0.1:8000 --model NAME --tokenizer ENGINE --lengths 512x64 "
                     f"--concurrency 1,4,16 --home {shown.site.home.path}", language=None)
         return
+    if all(line["not valid because"] for line in lines):
+        st.write("No load of these endpoints is valid, so none is drawn; the table says why.")
+    else:
+        _percentile_charts(endpoints)
+    st.dataframe(lines, hide_index=True, width="stretch", key="percentiles", column_config={
+        name: st.column_config.NumberColumn(name, format="%.2f") for name in lines[0] if name[:4] in ("TTFT", "TPOT")})
+    common.frame_exports("percentiles", lines)
+
+
+def _percentile_charts(endpoints: list[LatencySweep]) -> None:
     common.legend([], [sweep.target.name for sweep in endpoints])
     for column, key in zip(st.columns(2, gap="medium"), ("ttft_ms", "tpot_ms"), strict=True):
         with column:
@@ -134,9 +144,6 @@ def _percentiles(shown: Shown, endpoints: list[LatencySweep], known: int) -> Non
                          f"p50, p90 and p99 of {COST[key].title} over load; the table below holds the same figures")
     st.caption("Solid p50, dashed p90, dotted p99: over the requests of each load, by linear interpolation; p99 only "
                "from 100 requests on. Lines are medians over the runs, the table has every run.")
-    st.dataframe(lines, hide_index=True, width="stretch", key="percentiles", column_config={
-        name: st.column_config.NumberColumn(name, format="%.2f") for name in lines[0] if name[:4] in ("TTFT", "TPOT")})
-    common.frame_exports("percentiles", lines)
 
 
 def _cells(shown: Shown, rows: list[Row], endpoints: list[LatencySweep]) -> None:
