@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from calib.artifact import write_atomic
+from calib.recipe import load_recipe, recipe_names
 from calib.scheme import Frozen
 from evals.bench import BenchCell, device_name, write_cells
 
@@ -140,6 +141,17 @@ def _pairs(by_name: dict[str, Judged]) -> list[str]:
     return found
 
 
+def overview() -> str:
+    """What the recipes are, from their files."""
+    lines = ["| recipe | weights | activations | method | layout | data |", "|---|---|---|---|---|---|"]
+    for name in recipe_names():
+        recipe = load_recipe(name)
+        data = f"{recipe.rows} rows" if recipe.calibrates_activations else "none"
+        lines.append(f"| `{name}` | {recipe.weight} | {recipe.activation or '16-bit'} | {recipe.method} | "
+                     f"{recipe.layout} | {data} |")
+    return "\n".join(lines)
+
+
 _HEAD = """# Recipes
 
 Written by `python -m benchmarks.recipes`; edit that, not this. A recipe is a short YAML in `calib/recipes`; yours may
@@ -154,7 +166,10 @@ def write_page(page: Path, cells: Path, rows: Sequence[Judged], model: str, miss
     if not measured:
         raise SystemExit("no finished row: run without --write first")
     first = measured[0]
-    words = [_HEAD, f"## {model}, {device_name()}\n",
+    words = [_HEAD, overview(), "",
+             "Every recipe goes with a KV cache in bf16, fp8 or int8, and with `lm_head: fp8` or `int8` where its "
+             "layout is compressed-tensors. Group sizes are the first of the recipe's list that divides every input.\n",
+             f"## {model}, {device_name()}\n",
              f"Judged on {first.tokens:,} tokens of evaluation text (unquantized loss {first.base_nll:.3f} nats per "
              "token) that calibration has not seen. ± is one standard error over the rows of text. A small "
              "model is harsh: figures of this size shrink on larger ones. Its weights were dequantized from Q4_1 in "

@@ -42,5 +42,7 @@ def test_the_page_says_what_was_refused_and_what_was_not_measured(tmp_path):
     write_page(tmp_path / "page.md", tmp_path / "cells.json", ROWS, "tiny", ["later"])
     page = (tmp_path / "page.md").read_text()
     assert "Not measured in this run: later." in page
+    assert "| `w4a8_fp8` | int4 g128 | fp8_e4m3 token dynamic | gptq | compressed-tensors | 16 rows |" in page
+    assert "| `fp8_dynamic` | fp8_e4m3 channel | fp8_e4m3 token dynamic | max | compressed-tensors | none |" in page
     assert "| good | +0.010 ± 0.001 | 0.0100 | 0.900 | 160.0 | 5 (0) | 40.0 (1.0) | compressed-tensors |" in page
     assert '"delta_nll good"' in (tmp_path / "cells.json").read_text()
