@@ -38,6 +38,7 @@ def choose_alpha(work: LayerWork, choose: torch.Tensor, measure: Measure) -> flo
     for index, alpha in enumerate(alphas if trials else []):
         work.report(Progress("choose smoothing", index, len(alphas), "strength"))
         losses[alpha] = measure(f"alpha {alpha:g}", lambda alpha=alpha: _loss(work, alpha, trials))  # type: ignore[misc]
+        work.report(Progress("choose smoothing", index + 1, len(alphas), "strength"))
     return min(alphas, key=lambda alpha: losses.get(alpha, 0.0))
 
 

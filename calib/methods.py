@@ -120,6 +120,7 @@ def run_smooth(model: nn.Module, plan: CalibrationPlan, schemes: dict[str, Schem
     for index, alpha in enumerate(alphas if len(alphas) > 1 else []):
         report(Progress("choose smoothing", index, len(alphas), "strength"))
         losses[alpha] = measure(f"alpha {alpha:g}", lambda alpha=alpha: loss(alpha))  # type: ignore[misc]
+        report(Progress("choose smoothing", index + 1, len(alphas), "strength"))
     best = min(alphas, key=lambda alpha: losses.get(alpha, 0.0))
     smoother.apply(best)
     smoother.finish(batches, report)
