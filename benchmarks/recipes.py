@@ -145,7 +145,7 @@ class Base:
         self.paths = [folder / f"{sha256_hex(canonical_json(row.tolist()))[:16]}.safetensors" for row in tokens]
         missing = [index for index, path in enumerate(self.paths) if not path.is_file()]
         folder.mkdir(exist_ok=True)
-        found = log_probabilities(load_hf(model), tokens[missing]) if missing else iter(())
+        found: Iterator[torch.Tensor] = log_probabilities(load_hf(model), tokens[missing]) if missing else iter(())
         for index, values in zip(missing, found, strict=True):
             partial = self.paths[index].with_suffix(".partial")
             save_file({"row": values}, partial)
@@ -185,7 +185,7 @@ def judge(bench: Bench, row: Row, base: Base) -> Judged:
         return Judged(**common, refused=error.message)
     seconds = time.monotonic() - started
     rows_used = min(recipe.rows, bench.calibration.rows) if recipe.calibrates_activations or row.kv != "bf16" else 0
-    figures = compare(base, load_model(made), bench.tokens)
+    figures: dict[str, Any] = dict(compare(base, load_model(made), bench.tokens))
     scheme = next(iter(made.schemes.values()), None)
     return Judged(**common, **figures, scheme=None if scheme is None else str(scheme), layout=made.layout.name,
                   size_bytes=made.size_bytes, calibration_seconds=seconds, calibration_tokens=rows_used * LENGTH,

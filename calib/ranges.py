@@ -57,16 +57,15 @@ def _diagonal_blocks(gram: torch.Tensor, size: int) -> torch.Tensor:
 def ranges_of(grid: Grid, grouped: torch.Tensor, ratio: float = 1.0, *, half: bool = False) -> Ranges:
     """The ranges of weights [out, groups, g] at one ratio of the full range; a group of zeros has the scale 1."""
     if grid.symmetric:
-        scale, zero = grouped.abs().amax(-1) * (ratio / 7), None
-    else:
-        low, high = grouped.amin(-1).clamp(max=0) * ratio, grouped.amax(-1).clamp(min=0) * ratio
-        scale = (high - low) / 15
-    if half:
-        scale = scale.half().float()
-    scale = torch.where(scale > _TINY, scale, torch.ones_like(scale))
-    if not grid.symmetric:
-        zero = (-low / scale).round().clamp(0, 15)
-    return Ranges(scale, zero)
+        return Ranges(_usable(grouped.abs().amax(-1) * (ratio / 7), half), None)
+    low, high = grouped.amin(-1).clamp(max=0) * ratio, grouped.amax(-1).clamp(min=0) * ratio
+    scale = _usable((high - low) / 15, half)
+    return Ranges(scale, (-low / scale).round().clamp(0, 15))
+
+
+def _usable(scale: torch.Tensor, half: bool) -> torch.Tensor:
+    scale = scale.half().float() if half else scale
+    return torch.where(scale > _TINY, scale, torch.ones_like(scale))
 
 
 def rounded(grid: Grid, grouped: torch.Tensor, ranges: Ranges) -> torch.Tensor:
@@ -90,6 +89,7 @@ def _best(grid: Grid, grouped: torch.Tensor, ratios: Sequence[float], weights: t
             seen = torch.bmm(error.transpose(0, 1), blocks).transpose(0, 1)
             loss = (seen * error).sum(-1)
         else:
+            assert weights is not None
             loss = error.square_().mul_(weights).sum(-1)
         better = torch.ones_like(loss, dtype=torch.bool) if best is None else loss < best
         best = loss if best is None else torch.where(better, loss, best)
