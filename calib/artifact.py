@@ -283,6 +283,11 @@ class ArtifactWriter:
             raise
         return self
 
+    def refuse_place(self) -> None:
+        """ArtifactError where nothing may be written: asked before hours of work, and again when it is written."""
+        self._refuse_inside()
+        self._refuse_or_clear()
+
     def _refuse_inside(self) -> None:
         """A file more, and the artifact around it would not open again."""
         for folder in self.path.parents:

@@ -184,10 +184,10 @@ def _report(as_json: bool, code: str, message: str, hint: str, exit_code: int) -
             write_json({"error": {"code": code, "message": message, "hint": hint}})
         else:
             _print_error(message, hint)
-    except OSError:  # nobody is left to be told, or only on stderr: the exit code says it
+    except (OSError, MemoryError, ImportError):  # nobody is left to be told, or only on stderr: the exit code says it
         mute(sys.stdout)
         with contextlib.suppress(OSError):
-            sys.stderr.write(f"error: {message}\n")
+            sys.stderr.write(f"error: {message}\n" + (f"hint:  {hint}\n" if hint else ""))
             sys.stderr.flush()
     return exit_code
 

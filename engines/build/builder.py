@@ -114,10 +114,12 @@ def build(checkpoint: Source, spec: EngineSpec, out: Path | str, report: Report 
     EngineError or ArtifactError says what cannot be done; nothing half-written is left.
     """
     started = time.monotonic()
+    place = ArtifactWriter(out, KIND, FORMAT, [checkpoint.digest])
+    place.refuse_place()
     plan, timings = plan_for(checkpoint, spec, tuning, report)
     record = EngineRecord(plan=plan, recipe=checkpoint.recipe, source_grid=checkpoint.source_grid,
                           emulated=_is_emulated(checkpoint.schemes, checkpoint.kv, plan.device), spec=spec)
-    with ArtifactWriter(out, KIND, FORMAT, [checkpoint.digest]) as writer:
+    with place as writer:
         writer.record = record.model_dump(mode="json")
         report(Progress("pack weights", 0, 1, "model"))
         write_weights(checkpoint.tensors(), plan.program, plan.kv,

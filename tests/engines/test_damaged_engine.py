@@ -61,3 +61,12 @@ def test_a_norm_of_another_width_is_not_built(llama_folder: Path, tmp_path: Path
     with pytest.raises(EngineError, match=r"layers\.1\.input_layernorm\.weight has shape"):
         build(QuantizedCheckpoint.open(folder), EngineSpec(tune="none"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_an_occupied_place_is_told_before_the_work(llama_folder: Path, tmp_path: Path,
+                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "out").write_text("mine")
+    monkeypatch.setattr("engines.build.builder.plan_for", lambda *_: pytest.fail("the work was begun"))
+    with pytest.raises(ArtifactError, match="already exists"):
+        build(QuantizedCheckpoint.open(llama_folder), EngineSpec(tune="none"), tmp_path / "out")
+    assert (tmp_path / "out").read_text() == "mine"
