@@ -99,8 +99,18 @@ def known_rows(recipes: list[str]) -> list[list[str]]:
 
 
 def document(cells: list[dict[str, object]], device: str, recipes: list[str]) -> str:
-    """docs/plans.md from measured cells."""
-    lines = [_ABOUT, "## Planned against measured", "", f"Measured on {device}, random Llamas "
+    """docs/plans.md; the table of measured cells only where there are any."""
+    lines = [_ABOUT, *(_compared(cells, device) if cells else [])]
+    lines += ["## What a plan says of known models", "", "From their published config.json alone, with a bound of "
+              "16 GB on calibration's memory and two devices (`--memory 16GB --tp 2`). Memory is beside what the "
+              "libraries take.", "",
+              "| model | recipe | parameters | bytes on disk | memory | layer by layer | loads |",
+              "|---|---|---|---:|---:|---|---|"]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in known_rows(recipes))]) + "\n"
+
+
+def _compared(cells: list[dict[str, object]], device: str) -> list[str]:
+    lines = ["## Planned against measured", "", f"Measured on {device}, random Llamas "
              f"({', '.join(f'{name}: {shape.parameters / 1e6:.0f} M parameters' for name, shape in SHAPES.items())}), "
              f"calibrated on rows of {LENGTH} tokens. Disk is compared to the byte.", "",
              "| calibration | planned | measured | off by | asked |", "|---|---:|---:|---:|---:|"]
@@ -111,12 +121,7 @@ def document(cells: list[dict[str, object]], device: str, recipes: list[str]) ->
         off = f"{value - peer:+,.0f} bytes" if exact else f"{peer / value - 1:+.0%}"
         shown = f"{peer:,.0f} | {value:,.0f}" if exact else f"{peer:,.1f} {cell['unit']} | {value:,.1f} {cell['unit']}"
         lines.append(f"| {cell['name']} | {shown} | {off} | {asked} |")
-    lines += ["", "## What a plan says of known models", "", "From their published config.json alone, with a bound of "
-              "16 GB on calibration's memory and two devices (`--memory 16GB --tp 2`). Memory is beside what the "
-              "libraries take.", "",
-              "| model | recipe | parameters | bytes on disk | memory | layer by layer | loads |",
-              "|---|---|---|---:|---:|---|---|"]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in known_rows(recipes))]) + "\n"
+    return [*lines, ""]
 
 
 _ABOUT = """# Plans
@@ -176,7 +181,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, help="folder for scratch [default: the system's temporary one]")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--merge", action="store_true")
-    parser.add_argument("--doc", type=Path, help="write the page from --json")
+    parser.add_argument("--doc", type=Path, help="write the page, with the cells of --json where it is given")
     parser.add_argument("--one", nargs=5, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.one:
@@ -188,7 +193,7 @@ def main() -> None:
     if asked.json and cells:
         write_cells(asked.json, merged(asked.json, cells) if asked.merge else cells)
     if asked.doc:
-        held = json.loads(asked.json.read_text())
+        held = json.loads(asked.json.read_text()) if asked.json else {"cells": [], "device": ""}
         asked.doc.write_text(document(held["cells"], held["device"], ["fp8", "int8", "int4_awq"]))
 
 
