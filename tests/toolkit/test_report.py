@@ -173,7 +173,8 @@ def test_a_run_is_printed_whole(stored_home):
     with RunStore(stored_home.store) as store:
         run = store.find_run()
         shown = "".join(text_of(part) for part in run_parts(run, store.rows(run.id)))
-    for part in ("demo-0123456789ab", "Emulated on this device", "Q4_1 g32", "within", "demo.html"):
+    for part in ("demo-0123456789ab", "Emulated on this device", "Q4_1 g32", "within", "corrected for all looks",
+                 "demo.html"):
         assert part in shown
 
 

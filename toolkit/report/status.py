@@ -84,8 +84,13 @@ def run_parts(run: Run, rows: Sequence[StoredRow]) -> list[RenderableType]:
 
 def _verdict_lines(rows: Sequence[Row]) -> list[RenderableType]:
     width = max(len(label(row)) for row in rows)
-    return [Text.assemble(label(row).ljust(width + 2), verdict_text(row.verdict), " " * (14 - len(row.verdict)),
-                          (row.verdict_reason or "", "dim")) for row in rows if row.verdict]
+    lines: list[RenderableType] = [
+        Text.assemble(label(row).ljust(width + 2), verdict_text(row.verdict), " " * (14 - len(row.verdict)),
+                      (row.verdict_reason or "", "dim")) for row in rows if row.verdict]
+    if any(row.verdict not in (None, "BASELINE") for row in rows):
+        lines.append(Text("A verdict's interval is wider than the table's 95 %: it is corrected for all looks and all "
+                          "engines judged together.", style="dim"))
+    return lines
 
 
 def agreement_table(pairs: Sequence[words.Agreement]) -> Table:
