@@ -98,12 +98,12 @@ def advice(rows: Sequence[Judged]) -> list[str]:
     by_name = {row.name: row for row in rows if row.refused is None}
     plain = [row for row in by_name.values() if row.kv == "bf16" and row.lm_head is None and row.recipe != "bf16"]
     found = []
-    if plain:
+    if len(plain) > 1:
         best = " → ".join(f"`{row.name}` ({_megabytes(row):.0f} MB, {row.text()})" for row in frontier(plain))
         found.append(f"No other recipe is both smaller and better than these, smallest first: {best}.")
     eight = sorted((row for row in plain if row.weight_dtype in _EIGHT), key=lambda row: row.loss)
     both = [row for row in eight if "A 16-bit" not in (row.scheme or "")]
-    if eight and both:
+    if len(eight) > 1 and len(both) > 1:
         found.append(f"Eight bits: `{eight[0].name}` loses least ({eight[0].text()}); with activations in eight bits "
                      f"too it is `{both[0].name}` ({both[0].text()}), and `{both[-1].name}` is last "
                      f"({both[-1].text()}).")
@@ -177,7 +177,7 @@ def write_page(page: Path, cells: Path, rows: Sequence[Judged], model: str, miss
              "one sequence, the median of three runs (their spread in brackets).\n",
              table(rows), "",
              *([f"Not measured in this run: {', '.join(missing)}.", ""] if missing else []),
-             "## What follows\n", *(f"- {sentence}" for sentence in advice(rows)), ""]
+             *(["## What follows\n", *(f"- {sentence}" for sentence in advice(rows)), ""] if advice(rows) else [])]
     write_atomic(page, "\n".join(words).encode())
     made = [BenchCell(name=f"{figure} {row.name}", value=value, unit=unit, spread=spread)
             for row in measured for figure, value, unit, spread in (

@@ -37,6 +37,10 @@ def test_sentences_name_the_rows_that_the_figures_name():
     assert "costs 0.001 nats, within the noise of 0.020" in "\n".join(advice(changed))
 
 
+def test_a_single_row_gives_no_advice():
+    assert advice(ROWS[:1]) == advice(ROWS[3:4]) == []
+
+
 def test_the_page_says_what_was_refused_and_what_was_not_measured(tmp_path):
     assert "| nvfp4 | refused here: no chip |" in table(ROWS)
     write_page(tmp_path / "page.md", tmp_path / "cells.json", ROWS, "tiny", ["later"])
