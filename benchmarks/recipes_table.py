@@ -113,7 +113,7 @@ def advice(rows: Sequence[Judged]) -> list[str]:
                      f"{_difference(four[0], four[1])}; `{four[-1].name}` loses most ({four[-1].text()}).")
     found += _pairs(by_name)
     timed = sorted((row for row in by_name.values() if row.tok_s), key=lambda row: -(row.tok_s or 0.0))
-    if timed and "bf16" in by_name and by_name["bf16"].tok_s:
+    if len(timed) > 1 and "bf16" in by_name and by_name["bf16"].tok_s:
         top, base = timed[0], by_name["bf16"].tok_s
         found.append(f"Fastest to decode on this CPU at one sequence: `{top.name}`, {top.tok_s:.1f} tokens/s, "
                      f"{(top.tok_s or 0.0) / base:.2f} times bf16's, at {top.text()} nats.")
