@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError, field_validator, model_validator
+from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from calib.errors import shown
 from calib.scheme import Frozen
@@ -20,7 +20,13 @@ from toolkit.home import Home
 NAME = r"^[a-z0-9][a-z0-9._-]{0,63}$"
 
 
-class Calibration(Frozen):
+class _Plain(Frozen):
+    """Numbers are numbers: YAML's ``yes`` is not 1 row."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class Calibration(_Plain):
     """What calibration sees: ``rows`` of ``length`` tokens packed from the texts of ``data``.
 
     ``choose`` holds the texts that measured choices (strengths, layers) are made on; ``chat`` applies the model's chat
@@ -44,7 +50,7 @@ class EngineJob(Frozen):
 REFERENCE = EngineJob(recipe="bf16")
 
 
-class Limits(Frozen):
+class Limits(_Plain):
     """The limits every engine of the job is built with."""
 
     device: str = "cpu"
@@ -55,7 +61,7 @@ class Limits(Frozen):
     tune: Literal["none", "quick", "full"] = "quick"
 
 
-class Evaluation(Frozen):
+class Evaluation(_Plain):
     """How much is judged. ``texts`` documents for delta NLL; ``items`` questions of each of ``tasks``."""
 
     data: str = "evaluation"

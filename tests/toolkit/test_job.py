@@ -40,6 +40,8 @@ def test_the_demo_job_is_what_the_readme_says():
     ({"sweep": {"cells": [[0, 64, 32]]}}, "at least 1"),
     ({"sweep": {"cells": []}}, "cells"),
     ({"evaluation": {"window": 4096}}, "window 4096"),
+    ({"calibration": {"rows": True}}, "calibration.rows"), ({"evaluation": {"texts": 8.5}}, "evaluation.texts"),
+    ({"limits": {"max_batch_size": "8"}}, "limits.max_batch_size"),
 ])
 def test_a_mistake_is_named(tmp_path, changes, message):
     with pytest.raises(JobError) as caught:
