@@ -10,23 +10,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from engines.build.weights import Weights
-from engines.errors import EngineError
 from engines.kernels.cpu import rows as row_ops
-from engines.kernels.cpu.attention import AttentionPlan, attention
+from engines.kernels.cpu.attention import attention
 from engines.kernels.cpu.attention import plan as plan_attention
 from engines.kernels.cpu.linear import OPERATORS
-from engines.kernels.cpu.native.grids import group_size
-from engines.kernels.cpu.rope_kv import LayerCache, rotary_table, rotate
-from engines.models.rope import cosines_and_sines
+from engines.kernels.cpu.rope_kv import LayerCache, rotate
 from engines.plan import Plan
 from engines.program import (
-    ActQuant,
     Add,
     AddNorm,
     Attention,
@@ -35,7 +30,6 @@ from engines.program import (
     HeadNorm,
     KVWrite,
     Linear,
-    Op,
     Program,
     Quantize,
     RMSNorm,
@@ -45,50 +39,11 @@ from engines.program import (
     SiluMul,
     SoftCap,
     Split,
-    reads,
     writes,
 )
 from engines.runtime.batch import Batch
-
-Values = list[Any]
-
-
-@dataclass(frozen=True, slots=True)
-class StepContext:
-    """What all layers of one step share: rotations by whether they are local, attention plans by window."""
-
-    batch: Batch
-    rotary: dict[bool, tuple[torch.Tensor, torch.Tensor]]
-    attention: dict[int, AttentionPlan]
-
-
-Step = Callable[[Values, StepContext], None]
-Quantizer = Callable[[torch.Tensor], Any]
-
-
-class _Places:
-    """Names of values -> places in the list, reused after the last reader."""
-
-    def __init__(self, program: Program) -> None:
-        self._last = {name: index for index, op in enumerate(program.ops) for name in (*writes(op), *reads(op))}
-        self._place: dict[str, int] = {}
-        self._free: list[int] = []
-        self.count = 0
-
-    def of(self, name: str) -> int:
-        if name not in self._place:
-            if self._free:
-                self._place[name] = self._free.pop()
-            else:
-                self._place[name] = self.count
-                self.count += 1
-        return self._place[name]
-
-    def retire(self, index: int, op: Op) -> None:
-        """Free the places of values whose last use was the Op at ``index``."""
-        for name in {*reads(op), *writes(op)}:
-            if self._last[name] == index:
-                self._free.append(self._place[name])
+from engines.runtime.cpu_constants import kv_scales, quantizer, rotary_tables
+from engines.runtime.cpu_step import Places, Step, StepContext, Values
 
 
 class CpuBackend:
@@ -112,11 +67,8 @@ class CpuBackend:
         return LayerCache.empty(limits.num_blocks * limits.block_size, model.num_kv_heads, model.head_dim, scales,
                                 kv.dtype)
 
-    def _scalar(self, name: str) -> float:
-        return float(self._weights.take(name))
-
     def _bind(self, program: Program) -> None:
-        places = _Places(program)
+        places = Places(program)
         prepared = self._prepare_linears(program)
         target = self._body
         for index, op in enumerate(program.ops):
@@ -169,7 +121,7 @@ class CpuBackend:
 
     # One method binds one kind of Op.
 
-    def _linear(self, op: Linear, places: _Places, prepared: dict[str, Callable[[Any], torch.Tensor]]) -> Step:
+    def _linear(self, op: Linear, places: Places, prepared: dict[str, Callable[[Any], torch.Tensor]]) -> Step:
         run, x = prepared[op.out], places.of(op.x)
         out = places.of(op.out)
 
@@ -177,7 +129,7 @@ class CpuBackend:
             v[out] = run(v[x])
         return step
 
-    def _embed(self, op: Embed, places: _Places) -> Step:
+    def _embed(self, op: Embed, places: Places) -> Step:
         table, out, scale = self._weights.take(f"{op.weight}.weight"), places.of(op.out), op.scale
 
         def step(v: Values, context: StepContext) -> None:
@@ -188,18 +140,18 @@ class CpuBackend:
     def _norm_constants(self, op: RMSNorm | AddNorm | HeadNorm) -> tuple[torch.Tensor, torch.Tensor]:
         return row_ops.norm_weight(self._weights.take(f"{op.weight}.weight"), op.eps, op.offset)
 
-    def _rms_norm(self, op: RMSNorm, places: _Places) -> Step:
+    def _rms_norm(self, op: RMSNorm, places: Places) -> Step:
         weight, floor = self._norm_constants(op)
-        quantize = self._quantizer(op.quant)
+        quantize = quantizer(self._weights, op.quant)
         x, out = places.of(op.x), places.of(op.out)
 
         def step(v: Values, context: StepContext) -> None:
             v[out] = quantize(row_ops.rms_norm(v[x], weight, floor))
         return step
 
-    def _add_norm(self, op: AddNorm, places: _Places) -> Step:
+    def _add_norm(self, op: AddNorm, places: Places) -> Step:
         weight, floor = self._norm_constants(op)
-        quantize = self._quantizer(op.quant)
+        quantize = quantizer(self._weights, op.quant)
         x, residual = places.of(op.x), places.of(op.residual)
         residual_out, out = places.of(op.residual_out), places.of(op.out)
 
@@ -208,31 +160,8 @@ class CpuBackend:
             v[out] = quantize(row_ops.rms_norm(h, weight, floor))
         return step
 
-    def _quantizer(self, quant: ActQuant | None) -> Quantizer:
-        """A function that may overwrite its rows."""
-        if quant is None:
-            return _same
-        code = self._coder(quant)
-        if quant.pre_quant_scale is None:
-            return code
-        multiplier = self._weights.take(quant.pre_quant_scale).float()
-        return lambda x: code(x.mul_(multiplier))
-
-    def _coder(self, quant: ActQuant) -> Quantizer:
-        grid = quant.grid
-        if grid is None:
-            return _same
-        if (size := group_size(grid)) > 0:
-            return lambda x: row_ops.round_groups(x, size, grid.dtype)
-        if grid.dynamic:
-            return row_ops.quantize_int8_token if grid.dtype == "int8" else row_ops.quantize_fp8_token
-        assert quant.input_scale is not None
-        scale = self._scalar(quant.input_scale)
-        static = row_ops.quantize_int8_static if grid.dtype == "int8" else row_ops.quantize_fp8_static
-        return lambda x: static(x, scale)
-
-    def _quantize(self, op: Quantize, places: _Places) -> Step:
-        quantize = self._quantizer(op.quant)
+    def _quantize(self, op: Quantize, places: Places) -> Step:
+        quantize = quantizer(self._weights, op.quant)
         alone = len(self._consumers[op.x]) == 1
         x, out = places.of(op.x), places.of(op.out)
 
@@ -240,7 +169,7 @@ class CpuBackend:
             v[out] = quantize(v[x] if alone else v[x].clone())
         return step
 
-    def _split(self, op: Split, places: _Places) -> Step:
+    def _split(self, op: Split, places: Places) -> Step:
         x, widths = places.of(op.x), list(op.widths)
         outs = [places.of(name) for name in op.outs]
 
@@ -249,7 +178,7 @@ class CpuBackend:
                 v[out] = piece
         return step
 
-    def _head_norm(self, op: HeadNorm, places: _Places) -> Step:
+    def _head_norm(self, op: HeadNorm, places: Places) -> Step:
         weight, floor = self._norm_constants(op)
         x, out, shape = places.of(op.x), places.of(op.out), (-1, op.heads, op.head_dim)
 
@@ -257,21 +186,21 @@ class CpuBackend:
             v[out] = row_ops.rms_norm(v[x].reshape(shape), weight, floor).flatten(1)
         return step
 
-    def _rope(self, op: Rope, places: _Places) -> Step:
+    def _rope(self, op: Rope, places: Places) -> Step:
         x, out, shape, local = places.of(op.x), places.of(op.out), (-1, op.heads, op.head_dim), op.local
 
         def step(v: Values, context: StepContext) -> None:
             v[out] = rotate(v[x].reshape(shape).clone(), *context.rotary[local]).flatten(1)
         return step
 
-    def _kv_write(self, op: KVWrite, places: _Places) -> Step:
+    def _kv_write(self, op: KVWrite, places: Places) -> Step:
         k, v_at, cache, shape = places.of(op.k), places.of(op.v), self._caches[op.layer], (-1, op.kv_heads, op.head_dim)
 
         def step(v: Values, context: StepContext) -> None:
             cache.store(context.batch.slots, torch.cat([v[k].reshape(shape), v[v_at].reshape(shape)], 1))
         return step
 
-    def _rope_kv(self, op: RopeKV, places: _Places) -> Step:
+    def _rope_kv(self, op: RopeKV, places: Places) -> Step:
         qkv, out, cache = places.of(op.qkv), places.of(op.out), self._caches[op.layer]
         shape = (-1, op.heads + 2 * op.kv_heads, op.head_dim)
         rotated, heads, stored, local = op.heads + op.kv_heads, op.heads, 2 * op.kv_heads, op.local
@@ -288,7 +217,7 @@ class CpuBackend:
     def _head_normaliser(self, op: RopeKV) -> Callable[[torch.Tensor], object]:
         """Normalises q and k heads of rows [t, heads + 2 kv_heads, head_dim] in place."""
         if (norms := op.norms) is None:
-            return _same
+            return lambda rows: rows
         parts = []
         for name, first, count in ((norms.q, 0, op.heads), (norms.k, op.heads, op.kv_heads)):
             weight = self._weights.take(f"{name}.weight")
@@ -300,7 +229,7 @@ class CpuBackend:
                 part.copy_(row_ops.rms_norm(part, *constants))
         return run
 
-    def _attention(self, op: Attention, places: _Places) -> Step:
+    def _attention(self, op: Attention, places: Places) -> Step:
         q, out, cache = places.of(op.q), places.of(op.out), self._caches[op.layer]
         shape, kv_heads, window, scale, softcap = (-1, op.heads, op.head_dim), op.kv_heads, op.window, op.factor, (
             op.softcap)
@@ -309,15 +238,15 @@ class CpuBackend:
             v[out] = attention(v[q].view(shape), cache, context.attention[window], kv_heads, scale, softcap)
         return step
 
-    def _silu_mul(self, op: SiluMul, places: _Places) -> Step:
+    def _silu_mul(self, op: SiluMul, places: Places) -> Step:
         gate, up, out, activation = places.of(op.gate), places.of(op.up), places.of(op.out), op.activation
 
         def step(v: Values, context: StepContext) -> None:
             v[out] = row_ops.gated(v[gate], v[up], activation)
         return step
 
-    def _gated_silu(self, op: GatedSilu, places: _Places) -> Step:
-        quantize, gate_up, out = self._quantizer(op.quant), places.of(op.gate_up), places.of(op.out)
+    def _gated_silu(self, op: GatedSilu, places: Places) -> Step:
+        quantize, gate_up, out = quantizer(self._weights, op.quant), places.of(op.gate_up), places.of(op.out)
         activation = op.activation
 
         def step(v: Values, context: StepContext) -> None:
@@ -325,21 +254,21 @@ class CpuBackend:
             v[out] = quantize(row_ops.gated(gate, up, activation))
         return step
 
-    def _soft_cap(self, op: SoftCap, places: _Places) -> Step:
+    def _soft_cap(self, op: SoftCap, places: Places) -> Step:
         x, out, cap = places.of(op.x), places.of(op.out), op.cap
 
         def step(v: Values, context: StepContext) -> None:
             v[out] = (v[x] / cap).tanh_().mul_(cap)
         return step
 
-    def _add(self, op: Add, places: _Places) -> Step:
+    def _add(self, op: Add, places: Places) -> Step:
         a, b, out = places.of(op.a), places.of(op.b), places.of(op.out)
 
         def step(v: Values, context: StepContext) -> None:
             v[out] = v[a] + v[b]
         return step
 
-    def _select_rows(self, op: SelectRows, places: _Places) -> Step:
+    def _select_rows(self, op: SelectRows, places: Places) -> Step:
         x, out = places.of(op.x), places.of(op.out)
 
         def step(v: Values, context: StepContext) -> None:
@@ -348,40 +277,11 @@ class CpuBackend:
         return step
 
 
-def rotary_tables(plan: Plan) -> dict[bool, tuple[torch.Tensor, torch.Tensor]]:
-    """C and S (``kernels/cpu/rope_kv.py``) of every rotation that the program asks for, by whether it is local."""
-    wanted = {op.local for op in plan.program.ops if isinstance(op, Rope | RopeKV)}
-    return {local: rotary_table(*cosines_and_sines(plan.model.rope_of(local), plan.model.head_dim,
-                                                   plan.limits.max_seq_len)) for local in sorted(wanted)}
-
-
-def kv_scales(plan: Plan, weights: Weights, layer: int) -> torch.Tensor:
-    """Scales of a layer's cache, keys' heads, then values': float32 [2 * kv_heads]; ones for an unquantized cache.
-
-    A checkpoint has one a tensor [] or one a head [kv_heads]; EngineError for another shape.
-    """
-    heads = plan.model.num_kv_heads
-    if not plan.kv.quantized:
-        return torch.ones(2 * heads)
-    parts = []
-    for name in (f"model.layers.{layer}.self_attn.{kind}_scale" for kind in "kv"):
-        scale = weights.take(name).float().reshape(-1)
-        if scale.numel() not in (1, heads):
-            raise EngineError(f"{name} holds {scale.numel()} numbers, the model has {heads} kv heads",
-                              "A scale is one a tensor or one a head; calibrate again.")
-        parts.append(scale.expand(heads))
-    return torch.cat(parts)
-
-
-def _same(x: torch.Tensor) -> torch.Tensor:
-    return x
-
-
 def _with_bias(run: Callable[[Any], torch.Tensor], bias: torch.Tensor) -> Callable[[Any], torch.Tensor]:
     return lambda rows: run(rows).add_(bias)
 
 
-_BINDERS: dict[type, Callable[[CpuBackend, Any, _Places], Step]] = {
+_BINDERS: dict[type, Callable[[CpuBackend, Any, Places], Step]] = {
     Embed: CpuBackend._embed, RMSNorm: CpuBackend._rms_norm, AddNorm: CpuBackend._add_norm,
     Quantize: CpuBackend._quantize, Split: CpuBackend._split, HeadNorm: CpuBackend._head_norm,
     Rope: CpuBackend._rope, KVWrite: CpuBackend._kv_write, SoftCap: CpuBackend._soft_cap,

@@ -40,7 +40,8 @@ from engines.program import (
     writes,
 )
 from engines.runtime.batch import HEAD_ROWS, Batch
-from engines.runtime.cpu import CpuBackend, kv_scales, rotary_tables
+from engines.runtime.cpu import CpuBackend
+from engines.runtime.cpu_constants import kv_scales, rotary_tables
 from engines.runtime.native_buffers import Buffer, Buffers, widths_of
 
 _SCALED = {("int8", True): Coding.INT8_TOKEN, ("int8", False): Coding.INT8_STATIC,
