@@ -38,16 +38,20 @@ def main(work: Path, scheme: str) -> None:
     cpu = LLM(build(checkpoint, EngineSpec(**limits), work / "cpu"))
     gpu = LLM(build(checkpoint, EngineSpec(device="interpreter", memory=64 << 20, **limits), work / "gpu"))
     prompts = [[1, 2, 3], list(range(40, 60))]  # the second is prefilled in two chunks, beside the first one's decode
+    bound = 0.6 if scheme == "fp8_block" else 0.3
     params = SamplingParams(max_tokens=3, ignore_eos=True, logprobs=1)
     for ours, theirs in zip(gpu.generate(prompts, params), cpu.generate(prompts, params), strict=True):
         a, b = ours.outputs[0], theirs.outputs[0]
-        assert a.token_ids == b.token_ids, (a.token_ids, b.token_ids)
         assert a.logprobs is not None
         assert b.logprobs is not None
-        worst = max(abs(x.logprob - y.logprob) for x, y in zip(a.logprobs, b.logprobs, strict=True))
-        assert worst < 0.3, worst
-    [ours], [theirs] = (llm.loglikelihood(prompts[:1], top_k=2) for llm in (gpu, cpu))
-    assert float(np.abs(ours.logprobs - theirs.logprobs).max()) < 0.3
+        for x, y, ours_id, theirs_id in zip(a.logprobs, b.logprobs, a.token_ids, b.token_ids, strict=True):
+            assert abs(x.logprob - y.logprob) < bound, (x, y)
+            if scheme == "fp8_block" and ours_id != theirs_id:
+                break  # equally likely within the bound: rows of 3 bits, rounded from bf16 there and float32 here
+            assert ours_id == theirs_id, (a.token_ids, b.token_ids)
+    for ours, theirs in zip(*(llm.loglikelihood(prompts, top_k=2) for llm in (gpu, cpu)), strict=True):
+        difference = np.abs(ours.logprobs - theirs.logprobs)
+        assert float(difference.max()) < bound, difference
     assert gpu.stats()["used_blocks"] == 0
     if scheme != "int8":
         return
