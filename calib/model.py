@@ -26,6 +26,7 @@ from calib.grids import dequantize_weight, fake_quantize
 from calib.kv import FAKE_KV
 from calib.layers import family_of
 from calib.scheme import Grid, Scheme
+from calib.text import TOKENIZER_FILES
 
 
 class ModelNotFoundError(CalibError):
@@ -68,27 +69,38 @@ def _from_hub(name: str, offline: bool) -> Path:
 
 
 def gguf_to_folder(source: Path, out: Path) -> Path:
-    """Convert a GGUF file into the bf16 folder ``out`` (whole or not at all); an existing conversion is kept."""
+    """Convert a GGUF file into the bf16 folder ``out`` (whole or not at all). A conversion of the file as it is now, by
+    size and time of change, is kept; one of another content is made again."""
     source, out = Path(source), Path(out)
-    if (out / "config.json").is_file():
-        return out
-    partial = out.with_name(f".{out.name}.partial")
+    partial, note = out.with_name(f".{out.name}.partial"), out.with_name(f".{out.name}.source")
     out.parent.mkdir(parents=True, exist_ok=True)
     with out.with_name(f".{out.name}.lock").open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if (out / "config.json").is_file():  # another process finished it meanwhile
-            return out
+        stamp = _stamp(source)
+        if (out / "config.json").is_file():
+            if note.is_file() and note.read_text() == stamp:
+                return out
+            if not (out / gguf.SOURCE_FILE).is_file():
+                raise CalibError(f"{out} is there and was not converted from {source.name}", "Move it away.")
+            shutil.rmtree(out)
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         try:
             gguf.write_folder(source, partial)
             partial.rename(out)
+            note.write_text(stamp)
         except OSError as error:
             raise CalibError(f"cannot write {out}: {error.strerror or error}", "Free disk space or check the folder."
                              ) from error
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     return out
+
+
+def _stamp(source: Path) -> str:
+    """Sizes and times of what a conversion reads: the file, and a tokenizer beside it."""
+    facts = [path.stat() for path in (source, *(source.with_name(name) for name in TOKENIZER_FILES)) if path.is_file()]
+    return " ".join(f"{its.st_size}@{its.st_mtime_ns}" for its in facts)
 
 
 def source_grid_of(folder: Path) -> str | None:

@@ -32,6 +32,7 @@ from toolkit.commands import (
     generate,
     inspect,
     jobs,
+    pack,
     plan,
     publish,
     quantize,
@@ -55,7 +56,7 @@ app = typer.Typer(name="toolkit", no_args_is_help=True, add_completion=False, ri
                   pretty_exceptions_enable=False, context_settings={"help_option_names": ["-h", "--help"]},
                   help="Calibrate, build, judge, compare and release quantized LLM engines.")
 for module in (doctor, data, plan, sensitivity, quantize, build, inspect, verify, generate, serve, evaluate, sweep,
-               gate, run, runs, export, publish, releases, jobs, ui):
+               gate, pack, run, runs, export, publish, releases, jobs, ui):
     module.register(app)
 
 # typer has carried its own copy of click since 0.29 and depended on click before: take the class from where it is

@@ -3,6 +3,7 @@
     <home>/models/<name>/             models fetched by ``data prepare``, Hugging Face layout
     <home>/data/{calibration,choose,evaluation}/
     <home>/artifacts/<kind>/<name>/   checkpoints, engines, reports, sweeps, verdicts made by jobs and by ``LLM``
+    <home>/unpacked/<digest>/         engines that came as one file (``toolkit pack``)
     <home>/answers/                   what models and engines answered, kept item by item
     <home>/reports/<run>.html         static reports
     <home>/logs/                      tracebacks of unexpected errors

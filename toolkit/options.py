@@ -19,6 +19,8 @@ RefArgument = Annotated[str, typer.Argument(metavar="REF", show_default=False, h
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", show_default=False,
                                               help="Model folder, .gguf file, name in home, or hub name.")]
 RecipeOption = Annotated[str, typer.Option("--recipe", help="bf16, fp8, int8, int4_awq, or a recipe's YAML file.")]
+ExplainOption = Annotated[bool, typer.Option("--explain", help="Show each of the recipe's values with the file it is "
+                                             "from.")]
 KvOption = Annotated[KvCache, typer.Option("--kv-cache", help="Format of the KV cache.")]
 OutOption = Annotated[Path, typer.Option("--out", help="Folder to write; it must not exist.", show_default=False)]
 KeptOption = Annotated[Path | None, typer.Option("--out", help="Folder to write [default: in home].",

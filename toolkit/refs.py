@@ -1,4 +1,4 @@
-"""REF: how a user names something. A folder, a digest (prefix), ``alias:NAME``, or a model.
+"""REF: how a user names something. A folder, a packed engine, a digest (prefix), ``alias:NAME``, or a model.
 
 The order is: ``alias:``, then a path that exists, then a digest prefix that the store knows, then a model in
 ``<home>/models``, then a hub name (``owner/name``). Nothing is guessed from a name's spelling beyond that; a name that
@@ -15,6 +15,7 @@ from calib.errors import UnknownNameError
 from calib.json_text import parse_object
 from toolkit.errors import NoRunError, UsageError
 from toolkit.home import Home, expanded
+from toolkit.packing import is_packed, opened
 from toolkit.store import RunStore
 
 
@@ -44,14 +45,14 @@ def resolve(name: str, home: Home, store: RunStore, *, offline: bool = False) ->
         return _alias(name, home, store)
     path = expanded(Path(name)) if name.startswith("~") else Path(name)
     if path.exists():
-        return _path(name, path)
+        return _path(name, path, home)
     if found := store.resolve(name):
         kind, place = found
         if not place.is_dir():
             raise NoRunError(f"{kind} {name} was at {place}, which is gone", "Make it again, or give its folder.")
         return Ref(name, kind, place)
     if (home.models / name / "config.json").is_file():
-        return _path(name, home.models / name)
+        return _path(name, home.models / name, home)
     if name.count("/") == 1 and not name.startswith((".", "/")):
         from calib.model import resolve_model
 
@@ -71,11 +72,14 @@ def _alias(name: str, home: Home, store: RunStore) -> Ref:
     return Ref(name, "engine", engine_of_alias(known[0].target, alias, home.path / "released"))
 
 
-def _path(name: str, path: Path) -> Ref:
+def _path(name: str, path: Path, home: Home) -> Ref:
     if path.is_file():
         if path.suffix == ".gguf":
             return Ref(name, "model", path)
-        raise UsageError(f"{path} is a file", "Give a folder, or a .gguf model.")
+        if is_packed(path):
+            artifact = opened(path, home.path / "unpacked")
+            return Ref(name, artifact.kind, artifact.path)
+        raise UsageError(f"{path} is a file", "Give a folder, a packed engine, or a .gguf model.")
     if (path / MANIFEST).is_file():
         artifact = Artifact.open(path)
         return Ref(name, artifact.kind, artifact.path)

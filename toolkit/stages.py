@@ -20,6 +20,7 @@ from calib.progress import Progress, Report, silent
 from toolkit.home import Home
 from toolkit.job import Calibration, EngineJob, Evaluation, Limits, Sweep
 from toolkit.store import RunStore
+from toolkit.turns import alone
 from toolkit.version import __version__
 
 if TYPE_CHECKING:
@@ -79,6 +80,17 @@ class Workshop:
         self.store.remember(artifact)
         return artifact
 
+    def made(self, path: Path, kind: str, make: Callable[[], object]) -> Artifact:
+        """The artifact at ``path``: found standing, or made by ``make``. Of several processes that want it one makes
+        it; the others wait, say so, and find it standing."""
+        with alone(path, self.report):
+            found = self.standing(path, kind)
+            if found is None:
+                make()
+                found = self.standing(path, kind)
+        assert found is not None
+        return found
+
 
 Inspect = Callable[["torch.nn.Module"], None]
 
@@ -114,10 +126,9 @@ def material(shop: Workshop, model: Path, data: EvalData, choose: EvalData, sett
     tokenizer = Tokenizer.open(model)
     place = shop.place("calibration-set", model.name, tokenizer=tokenizer.digest, data=data.digest, seed=seed,
                        settings=settings.model_dump(mode="json"))
-    if shop.standing(place, "calibration-set") is None:
-        CalibrationSet.build([data.path / "texts.jsonl"], tokenizer, place, rows=settings.rows,
-                             length=settings.length, seed=seed, chat=settings.chat)
-        shop.standing(place, "calibration-set")
+    shop.made(place, "calibration-set", lambda: CalibrationSet.build(
+        [data.path / "texts.jsonl"], tokenizer, place, rows=settings.rows, length=settings.length, seed=seed,
+        chat=settings.chat))
     calibration, chosen = CalibrationSet.open(place), [text.text for text in choose.texts]
     if judged is not None:
         texts = [text.text for text in judged.texts]
@@ -142,13 +153,14 @@ def checkpoint(shop: Workshop, stuff: Material, engine: EngineJob, inspect: Insp
     from calib.recipe import load_recipe
 
     place = checkpoint_place(shop, stuff, engine)
-    if shop.standing(place, "quantized-checkpoint") is None:
+
+    def calibrate() -> None:
         from calib.calibrate import quantize  # brings modelopt, which takes seconds to import
 
         quantize(stuff.model, load_recipe(engine.recipe), place, kv_cache=engine.kv_cache,
                  calibration=stuff.calibration, choose_texts=stuff.choose, report=shop.report, inspect=inspect,
                  seed=stuff.seed, measured=shop.home.path / "measured")
-        shop.standing(place, "quantized-checkpoint")
+    shop.made(place, "quantized-checkpoint", calibrate)
     return QuantizedCheckpoint.open(place)
 
 
@@ -162,9 +174,7 @@ def engine(shop: Workshop, source: QuantizedCheckpoint, limits: Limits, label: s
     spec = EngineSpec(**limits.model_dump())
     place = shop.place("engine", label, checkpoint=source.digest, spec=spec.model_dump(mode="json"),
                        device=detect(spec.device).model_dump(mode="json"))
-    if shop.standing(place, "engine") is None:
-        build(source, spec, place, shop.report, tuning=shop.home.path / "tuning")
-        shop.standing(place, "engine")
+    shop.made(place, "engine", lambda: build(source, spec, place, shop.report, tuning=shop.home.path / "tuning"))
     return Engine.open(place)
 
 
@@ -202,7 +212,8 @@ def baseline(shop: Workshop, source: QuantizedCheckpoint | Engine, data: EvalDat
 
     place = shop.place("baseline", "baseline", source=source.digest, data=data.digest,
                        settings=settings.model_dump(mode="json", exclude={"batch"}))
-    if shop.standing(place, "baseline") is None:
+
+    def judge() -> None:
         if isinstance(source, Engine):
             with LLM(source) as llm:
                 make_baseline(llm, llm.tokenizer, target_of(llm, "baseline engine"), data, place, settings=settings,
@@ -211,7 +222,7 @@ def baseline(shop: Workshop, source: QuantizedCheckpoint | Engine, data: EvalDat
             scorer, target = module_scorer(source, "baseline model in memory")
             make_baseline(scorer, source.tokenizer(), target, data, place, settings=settings, report=shop.report,
                           cache=shop.answers)
-        shop.standing(place, "baseline")
+    shop.made(place, "baseline", judge)
     return Baseline.open(place)
 
 
@@ -235,13 +246,12 @@ def evaluation(shop: Workshop, built: Engine, data: EvalData, against: Baseline 
 
     place = shop.place("eval-report", label, engine=built.digest, baseline=against.digest if against else None,
                        data=data.digest, settings=settings.model_dump(mode="json", exclude={"batch"}))
-    found = shop.standing(place, "eval-report")
-    if found is None:
+
+    def judge() -> None:
         with LLM(built) as llm:
             evaluate(llm, llm.tokenizer, target_of(llm, label), data, against, place, shop.report, settings=settings,
                      cache=shop.answers)
-        found = shop.standing(place, "eval-report")
-    assert found is not None
+    found = shop.made(place, "eval-report", judge)
     return load_record(place, EvalReport), found
 
 
@@ -254,14 +264,13 @@ def latency(shop: Workshop, built: Engine, settings: Sweep, seed: int, label: st
 
     place = shop.place("latency-sweep", label, engine=built.digest, settings=settings.model_dump(mode="json"),
                        seed=seed)
-    found = shop.standing(place, "latency-sweep")
-    if found is None:
+
+    def measure() -> None:
         with LLM(built) as llm:
             sweep(llm, target_of(llm, label), settings.cells, device=built.device, warmup=settings.warmup,
                   repeats=settings.repeats, seed=seed, out=place, engine=built.path,
                   max_batch_size=built.plan.limits.max_batch_size, report=shop.report)
-        found = shop.standing(place, "latency-sweep")
-    assert found is not None
+    found = shop.made(place, "latency-sweep", measure)
     return load_record(place, LatencySweep), found
 
 

@@ -137,6 +137,27 @@ def test_a_tokenizer_beside_the_file_wins(tmp_path, source, tokenizer):
     assert Tokenizer.open(resolve_model(path)).encode("the fox") == tokenizer.encode("the fox").ids
 
 
+def test_a_changed_file_is_converted_again(tmp_path, source, tokenizer):
+    path = write_gguf(tmp_path / "m.gguf", source, tokenizer, kind=gguf.GGMLQuantizationType.F32)
+    folder = resolve_model(path)
+    kept = (folder / "config.json").stat().st_ino
+    assert (resolve_model(path) / "config.json").stat().st_ino == kept
+    path.unlink()
+    write_gguf(path, source, tokenizer, kind=gguf.GGMLQuantizationType.Q8_0)
+    assert resolve_model(path) == folder
+    assert source_grid_of(folder) == "Q8_0 g32"
+
+
+def test_a_folder_that_is_no_conversion_is_left_alone(tmp_path, source, tokenizer):
+    path = write_gguf(tmp_path / "m.gguf", source, tokenizer)
+    own = tmp_path / "m-bf16"
+    own.mkdir()
+    (own / "config.json").write_text("{}")
+    with pytest.raises(CalibError, match=r"was not converted from m\.gguf"):
+        resolve_model(path)
+    assert (own / "config.json").read_text() == "{}"
+
+
 def test_a_truncated_file_is_named(tmp_path, source, tokenizer):
     path = write_gguf(tmp_path / "m.gguf", source, tokenizer)
     path.write_bytes(path.read_bytes()[:5000])

@@ -24,7 +24,8 @@ def call(capsys, tmp_path):
 
 VERBS = [("doctor",), ("data", "prepare"), ("plan",), ("quantize",), ("build",), ("inspect",), ("verify",),
          ("generate",), ("eval",), ("sweep",), ("gate",), ("run",), ("runs", "ls"), ("runs", "show"),
-         ("runs", "compare"), ("runs", "export"), ("publish",), ("releases", "ls"), ("releases", "verify"), ("ui",)]
+         ("runs", "compare"), ("runs", "export"), ("publish",), ("releases", "ls"), ("releases", "verify"), ("ui",),
+         ("pack",), ("unpack",)]
 
 
 @pytest.mark.parametrize("verb", VERBS, ids=" ".join)

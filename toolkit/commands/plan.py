@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from toolkit.calibrating import BoundOption, LayerwiseOption, LengthOption, RowsOption, TpOption, bound_of
-from toolkit.options import KvOption, ModelArgument, RecipeOption
+from toolkit.options import ExplainOption, KvOption, ModelArgument, RecipeOption
 from toolkit.session import Session, verb
 
 
@@ -18,17 +18,18 @@ def register(app: typer.Typer) -> None:
              rows: RowsOption = 16, length: LengthOption = 256,
              rehearse: Annotated[bool, typer.Option("--rehearse/--no-rehearse", help="Measure this machine on small "
                                                     "models to say time and memory (some seconds, once a recipe); "
-                                                    "without it no time is said.")] = True) -> None:
+                                                    "without it no time is said.")] = True,
+             explained: ExplainOption = False) -> None:
         """Say what calibrating would do. Nothing is calibrated.
 
         Coverage module by module, group sizes, cuts over devices, bytes on disk, time, memory, and which runtimes can
         load the result. The model's weights may be missing: config.json alone will do.
         """
         from calib.plan import make_plan
-        from calib.recipe import load_recipe
+        from calib.recipe import explain, load_recipe
         from toolkit.making import model_folder
         from toolkit.refs import resolve
-        from toolkit.report.judged import plan_parts
+        from toolkit.report.judged import plan_parts, recipe_parts
         from toolkit.stages import Workshop
         from toolkit.store import RunStore
 
@@ -43,4 +44,7 @@ def register(app: typer.Typer) -> None:
             from calib.rehearsal import estimate
 
             found = estimate(found, rows, length, session.home.path / "rehearsals")
-        session.show(found.model_dump(mode="json"), [str(folder)], *plan_parts(found, rehearsed))
+        settings = explain(recipe) if explained else []
+        origins = {"origins": {setting.key: setting.origin for setting in settings}} if explained else {}
+        session.show(found.model_dump(mode="json") | origins, [str(folder)], *plan_parts(found, rehearsed),
+                     *recipe_parts(settings)[:explained])

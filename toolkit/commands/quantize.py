@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from toolkit.calibrating import BoundOption, LayerwiseOption, LengthOption, RowsOption, TpOption, bound_of
-from toolkit.options import KvOption, ModelArgument, OutOption, RecipeOption
+from toolkit.options import ExplainOption, KvOption, ModelArgument, OutOption, RecipeOption
 from toolkit.session import Session, verb
 
 
@@ -21,17 +21,19 @@ def register(app: typer.Typer) -> None:
                  seed: Annotated[int, typer.Option(min=0)] = 0, layerwise: LayerwiseOption = "auto",
                  memory: BoundOption = None, tp: TpOption = 1,
                  resume: Annotated[bool, typer.Option("--resume/--no-resume", help="Go on where a killed run "
-                                                      "was.")] = True) -> None:
+                                                      "was.")] = True,
+                 explained: ExplainOption = False) -> None:
         """Calibrate a model into a checkpoint.
 
         The checkpoint is validated, and laid out so that other runtimes can load it. A run that was killed goes on when
         the same command is given again.
         """
         from calib.calibrate import quantize as calibrate
-        from calib.recipe import load_recipe
+        from calib.recipe import explain, load_recipe
         from toolkit import making
         from toolkit.job import Calibration
         from toolkit.refs import resolve
+        from toolkit.report.judged import recipe_parts
         from toolkit.stages import Workshop
         from toolkit.store import RunStore
 
@@ -47,6 +49,9 @@ def register(app: typer.Typer) -> None:
                              memory=bound, tp=tp)
             if made.artifact is not None:
                 store.remember(made.artifact)
+        settings = explain(recipe) if explained else []
+        origins = {"origins": {setting.key: setting.origin for setting in settings}} if explained else {}
         session.show({"digest": made.digest, "path": str(out.absolute()), "recipe": made.recipe,
-                      "kv_cache": kv_cache, "size_bytes": made.size_bytes}, [made.digest],
-                     f"{out}  {made.recipe}, KV cache {kv_cache}, {made.size_bytes / 1e6:,.0f} MB", made.digest)
+                      "kv_cache": kv_cache, "size_bytes": made.size_bytes} | origins, [made.digest],
+                     f"{out}  {made.recipe}, KV cache {kv_cache}, {made.size_bytes / 1e6:,.0f} MB", made.digest,
+                     *recipe_parts(settings)[:explained])

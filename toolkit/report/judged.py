@@ -18,6 +18,7 @@ from toolkit.report import words
 
 if TYPE_CHECKING:
     from calib.plan import CalibrationPlan
+    from calib.recipe import Setting
     from evals.reference import Reference
 
 
@@ -110,6 +111,14 @@ def reference_parts(old: Reference | None, new: Reference) -> list[RenderableTyp
             accuracy = f"{words.percent_interval(one.accuracy)}, n {one.n_items}"
             table.add_row(name, one.date, one.commit[:12], nll, accuracy, f"{one.asked.seed}")
     return [table, Text(f"reason: {new.reason}")]
+
+
+def recipe_parts(settings: Sequence[Setting]) -> list[RenderableType]:
+    """Each value of a recipe with its origin."""
+    table = _table("key", "value", "from")
+    for setting in settings:
+        table.add_row(setting.key, Text(str(setting.value)), Text(setting.origin))
+    return [table]
 
 
 def plan_parts(plan: CalibrationPlan, rehearsed: bool = False) -> list[RenderableType]:

@@ -1,0 +1,131 @@
+"""From a model's name to tokens without a build by hand: made once, found again, made anew when the model changes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from calib.progress import Progress
+from toolkit import LLM, SamplingParams, cli
+from toolkit.home import Home
+from toolkit.stages import Workshop
+from toolkit.store import RunStore
+from toolkit.turns import alone
+
+ROOT = Path(__file__).parent.parent.parent
+LIMITS = {"max_seq_len": 64, "max_batch_size": 2, "max_num_tokens": 64, "tune": "none"}
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture
+def home(tiny_home: Home, tmp_path: Path) -> Home:
+    """A home of its own with model and data, nothing made."""
+    for name in ("models", "data"):
+        shutil.copytree(tiny_home.path / name, tmp_path / "home" / name)
+    return Home(tmp_path / "home")
+
+
+def made(home: Home, kind: str) -> list[str]:
+    return sorted(path.name for path in home.artifacts(kind).glob("*") if not path.name.startswith("."))
+
+
+def answer(home: Home, events: list[Progress] | None = None, **options: object) -> tuple[str, list[int]]:
+    heard: list[Progress] = [] if events is None else events
+    with LLM("tiny", home=home.path, offline=True, report=heard.append, **(LIMITS | options)) as llm:
+        [out] = llm.generate("river town", SamplingParams(max_tokens=6, ignore_eos=True))
+        return llm.engine.digest, out.outputs[0].token_ids
+
+
+def test_made_once_then_found(home: Home) -> None:
+    events: list[Progress] = []
+    first = answer(home, events)
+    assert {"tune", "pack weights"} <= {event.stage for event in events}
+    assert any(event.total and event.done for event in events), "progress says how much there is"
+    again: list[Progress] = []
+    assert answer(home, again) == first
+    assert again == []
+    assert len(made(home, "engine")) == 1
+
+
+def test_a_changed_model_is_another_engine(home: Home) -> None:
+    from safetensors.torch import load_file, save_file
+
+    first, _ = answer(home)
+    path = home.models / "tiny" / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"] * 1.5
+    stamp = path.stat()
+    save_file(tensors, path, {"format": "pt"})
+    os.utime(path, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))  # same size, same time: only the content differs
+    second, _ = answer(home)
+    assert first != second
+    assert len(made(home, "engine")) == 2
+
+
+def test_two_processes_at_once_build_once(home: Home) -> None:
+    code = (f"from toolkit import LLM\nwith LLM('tiny', home={str(home.path)!r}, offline=True, "
+            f"**{LIMITS}) as llm:\n    print(llm.engine.digest)")
+    running = [subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                text=True) for _ in range(2)]
+    ends = [process.communicate() for process in running]
+    assert [process.returncode for process in running] == [0, 0], [error[-2000:] for _, error in ends]
+    assert len({out for out, _ in ends}) == 1
+    assert sum("pack weights" in error for _, error in ends) == 1, "one of them packed, the other found it packed"
+    assert len(made(home, "engine")) == 1
+
+
+def test_who_waits_says_so_and_the_dead_hold_nothing(tmp_path: Path) -> None:
+    place = tmp_path / "kind" / "thing"
+    code = (f"import time\nfrom pathlib import Path\nfrom toolkit.turns import alone\nwith alone(Path({str(place)!r}), "
+            "print):\n    print('held', flush=True)\n    time.sleep(60)")
+    holder = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "held\n"
+    said: list[Progress] = []
+
+    def report(event: Progress) -> None:
+        said.append(event)
+        holder.kill()  # an interrupted build must not block the next one
+
+    start = time.monotonic()
+    with alone(place, report):
+        assert time.monotonic() - start < 20
+    assert [(event.stage, event.message) for event in said] == [("wait for another process", "it makes thing")]
+    holder.communicate()
+
+
+def test_made_is_checked_again_after_the_wait(home: Home) -> None:
+    with RunStore(home.store) as store:
+        shop = Workshop(home, store)
+        place = shop.place("engine", "x", a=1)
+        with pytest.raises(AssertionError):
+            shop.made(place, "engine", lambda: None)
+
+
+def test_missing_calibration_data_is_said_with_what_to_run(home: Home, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.rmtree(home.data / "calibration")
+    code = cli.run_command(["generate", "tiny", "-p", "x", "--recipe", "int8", "--offline", "--json", "--home",
+                            str(home.path)])
+    said = json.loads(capsys.readouterr().out)["error"]
+    assert code == 4
+    assert said["message"].startswith("calibrating tiny needs text, and ")
+    assert "toolkit data prepare" in said["hint"]
+
+
+@pytest.mark.parametrize("verb", ["plan", "quantize"])
+def test_a_recipe_is_explained(home: Home, tmp_path: Path, capsys: pytest.CaptureFixture[str], verb: str) -> None:
+    own = tmp_path / "mine.yaml"
+    own.write_text("extends: int8\nname: mine\nrows: 4\nalphas: [0, 0.5]\n")
+    arguments = (["--out", str(tmp_path / "made"), "--rows", "4", "--length", "64"] if verb == "quantize" else
+                 ["--no-rehearse"])
+    assert cli.run_command([verb, "tiny", "--recipe", str(own), *arguments, "--explain", "--json", "--home",
+                            str(home.path)]) == 0
+    origins = json.loads(capsys.readouterr().out)["origins"]
+    assert (origins["rows"], origins["method"], origins["keep"]) == ("mine.yaml", "int8.yaml", "default")

@@ -1,0 +1,174 @@
+"""An engine as one file: the same bytes each time, opened only when every byte is what its manifest says."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import stat
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from calib.artifact import MANIFEST, Artifact, ArtifactWriter
+from calib.errors import ArtifactError
+from engines.engine import Engine
+from toolkit import cli
+from toolkit.packing import opened, pack, read_manifest, unpack
+
+ROOMS = {"weights/rank0/a.safetensors": bytes(range(256)) * 40, "tokenizer/tokenizer.json": b"{}", "empty": b""}
+
+
+@pytest.fixture
+def artifact(tmp_path: Path) -> Artifact:
+    with ArtifactWriter(tmp_path / "engine", "engine", 1, ["0" * 64]) as writer:
+        writer.record = {"a": 1}
+        for name, data in ROOMS.items():
+            (writer.folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (writer.folder / name).write_bytes(data)
+        writer.evidence("timings.json").write_text("{}")
+    assert writer.artifact is not None
+    return writer.artifact
+
+
+@pytest.fixture
+def packed(artifact: Artifact, tmp_path: Path) -> Path:
+    return pack(artifact, tmp_path / "one.engine")
+
+
+def test_the_way_there_and_back(artifact: Artifact, packed: Path, tmp_path: Path) -> None:
+    assert read_manifest(packed) == artifact.manifest
+    back = unpack(packed, tmp_path / "back")
+    assert back.manifest == artifact.manifest
+    assert back.verify() == []
+    assert {name: back.file(name).read_bytes() for name in ROOMS} == ROOMS
+
+
+def test_the_same_engine_gives_the_same_bytes(artifact: Artifact, packed: Path, tmp_path: Path) -> None:
+    for path in artifact.path.rglob("*"):
+        path.touch()
+        path.chmod(0o700)
+    again = pack(artifact, tmp_path / "two.engine")
+    assert hashlib.sha256(again.read_bytes()).digest() == hashlib.sha256(packed.read_bytes()).digest()
+    assert zipfile.ZipFile(packed).namelist() == [MANIFEST, *sorted([*ROOMS, "timings.json"])]
+
+
+def test_it_is_unpacked_once_under_its_digest(artifact: Artifact, packed: Path, tmp_path: Path) -> None:
+    first = opened(packed, tmp_path / "cache")
+    inode = first.file("empty").stat().st_ino
+    assert first.path.name == artifact.digest[:32]
+    assert opened(packed, tmp_path / "cache").file("empty").stat().st_ino == inode
+
+
+def test_a_changed_folder_is_not_packed(artifact: Artifact, tmp_path: Path) -> None:
+    place = artifact.path / "weights/rank0/a.safetensors"
+    place.write_bytes(b"\x01" + place.read_bytes()[1:])
+    with pytest.raises(ArtifactError, match="was changed after it was made"):
+        pack(artifact, tmp_path / "one.engine")
+    assert not (tmp_path / "one.engine").exists()
+
+
+def test_nothing_is_overwritten(artifact: Artifact, packed: Path, tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match="already exists"):
+        pack(artifact, packed)
+    with pytest.raises(ArtifactError, match="already exists"):
+        unpack(packed, tmp_path)
+
+
+def rewritten(packed: Path, out: Path, change: Callable[[list[tuple[zipfile.ZipInfo, bytes]]], object]) -> Path:
+    """The archive with its members changed."""
+    with zipfile.ZipFile(packed) as archive:
+        members = [(member, archive.read(member)) for member in archive.infolist()]
+    change(members)
+    with zipfile.ZipFile(out, "w") as archive:
+        for member, data in members:
+            archive.writestr(member, data, compress_type=member.compress_type)
+    return out
+
+
+def renamed(old: str, new: str) -> Callable[[list[tuple[zipfile.ZipInfo, bytes]]], None]:
+    """A member under another name, in the manifest too."""
+    def change(members: list[tuple[zipfile.ZipInfo, bytes]]) -> None:
+        for at, (member, data) in enumerate(members):
+            if member.filename == MANIFEST:
+                document = json.loads(data)
+                document["files"][new] = document["files"].pop(old)
+                members[at] = (member, json.dumps(document).encode())
+            elif member.filename == old:
+                members[at] = (zipfile.ZipInfo(new), data)
+    return change
+
+
+def other_bytes(members: list[tuple[zipfile.ZipInfo, bytes]]) -> None:
+    at = next(at for at, (member, _) in enumerate(members) if member.filename.endswith(".safetensors"))
+    members[at] = (members[at][0], bytes(len(members[at][1])))
+
+
+def as_link(members: list[tuple[zipfile.ZipInfo, bytes]]) -> None:
+    members[-1][0].external_attr = (stat.S_IFLNK | 0o777) << 16
+
+
+def squeezed(members: list[tuple[zipfile.ZipInfo, bytes]]) -> None:
+    members[-1][0].compress_type = zipfile.ZIP_DEFLATED
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    (other_bytes, "was changed after it was packed"), (as_link, "no plain file"), (squeezed, "is compressed"),
+    (renamed("empty", "../empty"), "leaves its artifact"), (renamed("empty", "/tmp/empty"), "leaves its artifact"),
+    (renamed("empty", "a\\..\\empty"), "leaves its artifact"), (lambda members: members.pop(), "does not hold what"),
+    (lambda members: members.pop(0), f"holds no {MANIFEST}"),
+    (lambda members: members.append((zipfile.ZipInfo("extra.py"), b"1")), "does not hold what its manifest lists"),
+    (lambda members: members.__setitem__(0, (members[0][0], b"{")), "cannot be read"),
+    (renamed("empty", "other"), "its content gives")], ids=[
+        "bytes", "link", "compressed", "above", "absolute", "backslash", "member missing", "manifest missing", "extra",
+        "manifest broken", "other name"])
+def test_what_is_not_as_it_should_be_is_refused_and_leaves_nothing(packed: Path, tmp_path: Path, change, words: str
+                                                                   ) -> None:
+    bad = rewritten(packed, tmp_path / "bad.engine", change)
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(ArtifactError, match=words):
+        unpack(bad, tmp_path / "out")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("cut", [10, 3000, -30])
+def test_a_truncated_file_is_refused(packed: Path, tmp_path: Path, cut: int) -> None:
+    packed.write_bytes(packed.read_bytes()[:cut])
+    with pytest.raises(ArtifactError, match="no packed engine"):
+        unpack(packed, tmp_path / "out")
+
+
+def test_members_that_share_bytes_are_refused(packed: Path, tmp_path: Path) -> None:
+    with zipfile.ZipFile(packed) as archive:
+        members = archive.infolist()
+    large = max(members, key=lambda member: member.file_size)
+    with zipfile.ZipFile(packed, "a") as archive:
+        for number in range(3):  # further entries of the directory that point at the same bytes
+            twin = zipfile.ZipInfo(f"twin{number}", (1980, 1, 1, 0, 0, 0))
+            twin.header_offset = large.header_offset
+            twin.file_size = twin.compress_size = large.file_size
+            twin.CRC, twin.create_system = large.CRC, 3
+            archive.filelist.append(twin)
+            archive.NameToInfo[twin.filename] = twin
+        archive._didModify = True
+    with pytest.raises(ArtifactError, match="more bytes than it has"):
+        unpack(packed, tmp_path / "out")
+
+
+@pytest.mark.timeout(600)
+def test_every_verb_takes_the_file(tiny_home, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def call(*arguments: object) -> str:
+        code = cli.run_command([*map(str, arguments), "--home", str(tiny_home.path)])
+        shown = capsys.readouterr()
+        assert code == 0, shown.err
+        return shown.out
+
+    folder, file = tmp_path / "folder", tmp_path / "tiny.engine"
+    call("build", "tiny", "--out", folder, "--max-seq-len", 64, "--tune", "none")
+    assert json.loads(call("pack", folder, "-o", file, "--json"))["digest"] == Engine.open(folder).digest
+    asked = ("-p", "river town", "--max-tokens", 6, "--json")
+    assert json.loads(call("generate", file, *asked)) == json.loads(call("generate", folder, *asked))
+    assert "every check passed" in call("verify", file)
+    call("unpack", file, "--out", tmp_path / "back")
+    assert Engine.open(tmp_path / "back").digest == Engine.open(folder).digest
