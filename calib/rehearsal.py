@@ -94,7 +94,7 @@ def rehearsal_of(plan: CalibrationPlan, rows: int, length: int, cache: Path | No
     done = subprocess.run([sys.executable, "-m", MODULE, canonical_json(_asked(plan, rows, length)).decode()],
                           text=True, capture_output=True, cwd=Path(__file__).resolve().parent.parent)
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        last = " ".join(done.stderr.strip().splitlines()[-2:]) or "no message"
         raise RehearsalError(f"the rehearsal of {plan.recipe.name} failed: {last}", "Plan with --no-rehearse.")
     found = Rehearsal.model_validate_json(done.stdout.splitlines()[-1])
     if kept is not None:
@@ -128,12 +128,12 @@ def _rehearse(recipe: Recipe, kv: Any, rows: int, length: int, layerwise: bool) 
         work = Path(folder)
         shapes = {"one": _shape(1, 512), "four": _shape(4, 512), "wide": _shape(1, 8192)}
         models = {name: write_model(work / name, shape, 2**30) for name, shape in shapes.items()}
-        calibration = calibration_set(models["one"], work / "set", rows, length)
+        sets = {name: calibration_set(model, work / f"{name}-set", rows, length) for name, model in models.items()}
         times: list[float] = []
         peak = 0
         for index, name in enumerate(("one", "one", "four", "wide")):
             start = time.perf_counter()
-            made = quantize(models[name], recipe, work / f"out-{index}", kv_cache=kv, calibration=calibration,
+            made = quantize(models[name], recipe, work / f"out-{index}", kv_cache=kv, calibration=sets[name],
                             choose_texts=sentences(2, 60), layerwise=mode)
             times.append(time.perf_counter() - start)
             if index == 1 and isinstance(made.artifact, Artifact):
