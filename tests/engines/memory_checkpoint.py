@@ -37,7 +37,7 @@ def cells(grid: Grid, n: int, k: int, g_idx: torch.Tensor | None = None) -> tupl
 def quantize_weight(weight: torch.Tensor, grid: Grid, g_idx: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
     """Canonical tensors of one weight, rounded to nearest."""
     weight = weight.float()
-    at, shape = cells(grid, *weight.shape, g_idx)
+    at, shape = cells(grid, weight.shape[0], weight.shape[1], g_idx)
 
     def most(values: torch.Tensor) -> torch.Tensor:
         return torch.zeros(shape[0] * shape[1]).scatter_reduce(0, at.flatten(), values.flatten(), "amax")
@@ -125,6 +125,7 @@ class MemoryCheckpoint:
     def _g_idx(self, module: str, grid: Grid, k: int) -> torch.Tensor:
         """A shuffled assignment of columns to groups: the readers of one input agree, or each has its own."""
         seed = sum(module.encode() if self.orders == "own" else module.rpartition(".")[0].encode())
+        assert grid.granularity.kind == "group"
         groups = torch.arange(k) // grid.granularity.size
         return groups[torch.randperm(k, generator=torch.Generator().manual_seed(seed))].to(torch.int32)
 

@@ -63,8 +63,8 @@ class Case:
                                    orders=self.orders, input_scale=0.05)
 
 
-def w(weight: Grid, activation: Grid | None = None, **settings: bool) -> Case:
-    return Case(Scheme(weight=weight, activation=activation, **settings))
+def w(weight: Grid, activation: Grid | None = None, *, pre_quant_scale: bool = False, act_order: bool = False) -> Case:
+    return Case(Scheme(weight=weight, activation=activation, pre_quant_scale=pre_quant_scale, act_order=act_order))
 
 
 CASES = {
@@ -98,7 +98,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def oracle_of(checkpoint: MemoryCheckpoint) -> torch.nn.Module:
-    model = load_model(checkpoint)  # type: ignore[arg-type]
+    model = load_model(checkpoint)
     for layer in model.model.layers if checkpoint.kv_heads else ():
         for name in ("k_scale", "v_scale"):
             setattr(layer.self_attn, name, getattr(layer.self_attn, name).view(-1, 1, 1))
@@ -115,7 +115,7 @@ def test_scores_and_greedy_tokens_are_the_oracles(folder: Path, tmp_path: Path, 
     case = CASES[name]
     checkpoint = case.of(folder)
     oracle = oracle_of(checkpoint)
-    engine = build(checkpoint, EngineSpec(tune="none", max_num_tokens=64), tmp_path / name)  # type: ignore[arg-type]
+    engine = build(checkpoint, EngineSpec(tune="none", max_num_tokens=64), tmp_path / name)
     generator = np.random.default_rng(0)
     prompts = [generator.integers(0, VOCAB, length).tolist() for length in (*[3] * 40, 90)]
     every = np.arange(VOCAB)
@@ -185,9 +185,9 @@ def test_what_nobody_implements_is_refused_by_name_before_a_weight_is_read(folde
     checkpoint = MemoryCheckpoint.of(folder, INT8)
     checkpoint.schemes = {"model.layers.0.mlp.up_proj": scheme}
     checkpoint.kv = kv
-    checkpoint.tensors = lambda: iter(())  # type: ignore[method-assign]
+    checkpoint.tensors = lambda: iter(())
     with pytest.raises(EngineError, match=found) as error:
-        build(checkpoint, EngineSpec(tune="none"), tmp_path / "engine")  # type: ignore[arg-type]
+        build(checkpoint, EngineSpec(tune="none"), tmp_path / "engine")
     assert "Implemented: " in str(error.value.hint)
     assert not (tmp_path / "engine").exists()
 
@@ -198,4 +198,4 @@ def test_wrong_scales_are_errors_that_name_them(folder: Path, tmp_path: Path, we
     checkpoint = MemoryCheckpoint.of(folder, Scheme(weight=Grid(dtype="int8", granularity=weight)))
     checkpoint.extra[name] = torch.ones(7)
     with pytest.raises(EngineError, match=r"up_proj.weight_scale is \[7\], int8 (tensor|channel) wants \["):
-        build(checkpoint, EngineSpec(tune="none"), tmp_path / "engine")  # type: ignore[arg-type]
+        build(checkpoint, EngineSpec(tune="none"), tmp_path / "engine")
