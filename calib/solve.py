@@ -176,9 +176,11 @@ class _Solver:
         rows = [self.weight(name).shape[0] for name in names]
         parts = {"weight": found.codes, "weight_scale": found.scale, "weight_zero": found.zero}
         split = {leaf: tensor.split(rows) for leaf, tensor in parts.items() if tensor is not None}
-        shared = {} if found.g_idx is None else {"g_idx": found.g_idx}
-        return {name: {leaf: tensors[at].contiguous() for leaf, tensors in split.items()} | shared
+        made = {name: {leaf: tensors[at].contiguous() for leaf, tensors in split.items()}
                 for at, name in enumerate(names)}
+        for tensors in made.values() if found.g_idx is not None else ():
+            tensors["g_idx"] = found.g_idx.clone()  # a file holds one for each module
+        return made
 
 
 def _by_amax(grid: Grid, weight: torch.Tensor) -> Tensors:
