@@ -134,9 +134,10 @@ This page is written by `python -m benchmarks.plans`.
   fit.
 - **Disk** is exact: names, dtypes and shapes of every tensor follow from the plan, and with them the files, headers
   and all (`calib/sizes.py`). With `protect` it is the most it can be.
-- **Time and memory** are measured: the recipe is rehearsed on small random models in a fresh process, once for a
-  recipe, its settings, this machine and these versions (`calib/rehearsal.py`; kept in home). `--no-rehearse` leaves
-  it out.
+- **Time and memory** are measured when `--rehearse` asks for it: the recipe is rehearsed on small random models in
+  a fresh process, once for a recipe, its settings, this machine and these versions (`calib/rehearsal.py`; kept in
+  home). How near that comes is what `python -m benchmarks.plans` measures. Without it memory is said beside the
+  libraries' own, and no time.
 - **Layer by layer.** Above `--memory` (60 % of what is free, when nothing is said) calibration goes one decoder
   layer at a time: the same checkpoint, bit for bit, in the memory of a layer and a shard (`calib/layerwise.py`). A
   killed run goes on at the layer where it was. The smoothing strength of `int8` is chosen by sending the choose

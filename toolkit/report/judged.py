@@ -132,7 +132,7 @@ def plan_parts(plan: CalibrationPlan, rehearsed: bool = False) -> list[Renderabl
              ("size", f"{words.size(plan.size_bytes)} of {words.size(plan.bf16_bytes)} in bf16 ({plan.layout} layout)"),
              ("layer by layer", f"{'yes' if plan.layerwise else 'no'}: {plan.layerwise_reason}"),
              ("memory", f"about {words.size(plan.memory_bytes)}{'' if rehearsed else ' beside the libraries'}"),
-             ("time", "not said: not rehearsed, or the recipe protects layers" if plan.seconds is None else
+             ("time", "not said: ask with --rehearse (not where layers are protected)" if plan.seconds is None else
               f"about {duration(plan.seconds)}, measured on small models here")]
     if plan.tp > 1:
         facts.append(("devices", f"groups and heads divide over {plan.tp}"))
