@@ -33,8 +33,9 @@ def page() -> None:
     with here.store() as store:
         own_log = store.audit()
     held = standing(own_log)
+    notice = st.container(key="notice")  # always there, so that what stands below keeps its place and stays open
     if said := st.session_state.pop("said", None):
-        st.success(said)
+        notice.success(said)
     if not common.refuse_read_only(here):
         rows = _rows(here)
         _approve(here, rows, held)
@@ -161,7 +162,7 @@ def _decide(here: Site, act: Callable[[RunStore], object], done: str) -> None:
     except ToolkitError as error:
         st.error(common.plain(f"{error.message}. {error.hint}"))
         return
-    st.session_state["said"] = done
+    st.session_state["said"] = common.plain(done)
     st.rerun()
 
 
@@ -192,11 +193,12 @@ def _go(here: Site, target: str, engine: str, alias: str, who: str, portable: bo
                 st.error("This engine is not in this home any more.")
                 return
             done, where = publish_anywhere(here.home, store, found[1], target, wish, report)
-        place.empty()
-        st.success(f"Release {done.digest[:12]} is in {where}; {alias} names it now.")
     except ToolkitError as error:
         place.empty()
         st.error(common.plain(f"{error.message}. {error.hint}"))
+        return
+    st.session_state["said"] = common.plain(f"Release {done.digest[:12]} is in {where}; {alias} names it now.")
+    st.rerun()
 
 
 def _aliases(releases: list[Release], log: list[AuditEntry]) -> None:
