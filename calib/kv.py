@@ -24,9 +24,9 @@ FAKE_KV, _WATCH_KV = "toolkit_fake_kv", "toolkit_watch_kv"
 
 
 def _attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None,
-            *args: Any, scaling: float | None = None, softcap: float | None = None, **kwargs: Any) -> Any:
+            *, scaling: float | None = None, softcap: float | None = None, **kwargs: Any) -> Any:
     if softcap is None:
-        return sdpa_attention_forward(module, query, key, value, mask, *args, scaling=scaling, **kwargs)
+        return sdpa_attention_forward(module, query, key, value, mask, scaling=scaling, **kwargs)
     repeats = query.shape[1] // key.shape[1]
     key, value = (part.repeat_interleave(repeats, 1) for part in (key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
