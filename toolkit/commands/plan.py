@@ -18,7 +18,7 @@ def register(app: typer.Typer) -> None:
              rows: RowsOption = 16, length: LengthOption = 256,
              rehearse: Annotated[bool, typer.Option("--rehearse/--no-rehearse", help="Measure this machine on small "
                                                     "models to say time and memory (some seconds, once a recipe); "
-                                                    "without it no time is said.")] = True,
+                                                    "without it no time is said.")] = False,
              explained: ExplainOption = False) -> None:
         """Say what calibrating would do. Nothing is calibrated.
 
