@@ -25,7 +25,7 @@ from engines.parallel.mesh import Mesh
 from engines.plan import EngineSpec, Plan
 
 KIND = "engine"
-FORMAT = 1
+FORMAT = 2
 TOKENIZER = "tokenizer"
 TIMINGS = "timings.json"
 

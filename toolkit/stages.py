@@ -168,11 +168,11 @@ def engine(shop: Workshop, source: QuantizedCheckpoint, limits: Limits, label: s
     """Build an engine, or find it built. The key holds the device, so that another machine builds its own."""
     from engines.build.builder import build
     from engines.device import detect
-    from engines.engine import Engine
+    from engines.engine import FORMAT, Engine
     from engines.plan import EngineSpec
 
     spec = EngineSpec(**limits.model_dump())
-    place = shop.place("engine", label, checkpoint=source.digest, spec=spec.model_dump(mode="json"),
+    place = shop.place("engine", label, format=FORMAT, checkpoint=source.digest, spec=spec.model_dump(mode="json"),
                        device=detect(spec.device).model_dump(mode="json"))
     shop.made(place, "engine", lambda: build(source, spec, place, shop.report, tuning=shop.home.path / "tuning"))
     return Engine.open(place)
