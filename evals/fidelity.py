@@ -27,7 +27,7 @@ from pydantic import Field
 from safetensors import safe_open
 
 from calib.artifact import Artifact, canonical_json, sha256_hex
-from calib.progress import Report, silent
+from calib.progress import Progress, Report, silent
 from calib.scheme import Frozen
 from calib.text import Tokenizer
 from evals.accuracy import HARNESS, answer, choose_questions, pooled_accuracy
@@ -242,8 +242,10 @@ def _run(scorer: Scorer, tokenizer: Tokenizer, data: EvalData, settings: EvalSet
                for item in items if item.choice is None and not item.exact]
     samples: list[Sample] = []
     if isinstance(scorer, Generator) and settings.samples and texts:
+        report(Progress("continue texts", 0, len(texts[:settings.samples]), "text"))  # minutes on a slow machine
         with Journal(work / "samples.jsonl", key) as journal:
             samples = take_samples(scorer, tokenizer, texts[:settings.samples], settings.sample_tokens, journal)
+        report(Progress("continue texts", len(samples), len(samples), "text"))
     return _Pass(texts=scores, items=items, samples=samples, faults=faults)
 
 
