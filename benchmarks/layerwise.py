@@ -17,10 +17,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-from calib.random_model import Shape, calibration_set, sentences, write_model
 from calib.artifact import Artifact
 from calib.calibrate import quantize
 from calib.dataset import CalibrationSet
+from calib.random_model import Shape, calibration_set, sentences, write_model
 from calib.recipe import load_recipe
 from evals.bench import BenchCell, cell_of, table, write_cells
 

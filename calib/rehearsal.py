@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -123,7 +123,7 @@ def _sources() -> str:
 def _rehearse(recipe: Recipe, kv: Any, rows: int, length: int, layerwise: bool) -> Rehearsal:
     """The measurement itself, in this process, which should be fresh."""
     began = time.perf_counter()
-    mode = "on" if layerwise else "off"
+    mode: Literal["on", "off"] = "on" if layerwise else "off"
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
         shapes = {"one": _shape(1, 512), "four": _shape(4, 512), "wide": _shape(1, 8192)}

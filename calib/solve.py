@@ -178,8 +178,9 @@ class _Solver:
         split = {leaf: tensor.split(rows) for leaf, tensor in parts.items() if tensor is not None}
         made = {name: {leaf: tensors[at].contiguous() for leaf, tensors in split.items()}
                 for at, name in enumerate(names)}
-        for tensors in made.values() if found.g_idx is not None else ():
-            tensors["g_idx"] = found.g_idx.clone()  # a file holds one for each module
+        if found.g_idx is not None:
+            for tensors in made.values():
+                tensors["g_idx"] = found.g_idx.clone()  # a file holds one for each module
         return made
 
 

@@ -184,24 +184,25 @@ def _quantize(shop: Workshop, plan: Plan, stuff: Material, engine: EngineJob, ag
     place = shop.place("eval-report", name, checkpoint=stages.checkpoint_place(shop, stuff, engine).name,
                        data=plan.evaluation.digest, settings=texts_only.model_dump(mode="json", exclude={"batch"}))
 
-    def judge(scorer: Any, digest: str) -> None:
+    def judge(scorer: Any) -> None:
+        """Named by its inputs, not by the checkpoint: while the model is in memory, that has no digest yet."""
         if shop.standing(place, "eval-report") is None:
             tokenizer = source_tokenizer(stuff.model)
-            evaluate(scorer, tokenizer, describe(name, digest, "cpu fp32 module", tokenizer), plan.evaluation, None,
-                     place, shop.report, settings=texts_only)
+            target = describe(name, sha256_hex(place.name.encode()), "cpu fp32 module", tokenizer)
+            evaluate(scorer, tokenizer, target, plan.evaluation, None, place, shop.report, settings=texts_only)
             shop.standing(place, "eval-report")
 
     def inspect(model: torch.nn.Module) -> None:
         from evals.module import ModuleScorer
 
-        judge(ModuleScorer(model, source_tokenizer(stuff.model)), sha256_hex(place.name.encode()))
+        judge(ModuleScorer(model, source_tokenizer(stuff.model)))
 
     if engine == REFERENCE:  # the module in memory is the baseline itself
         return stages.checkpoint(shop, stuff, engine), delta_nll(against.report.texts, against.report.texts)
     source = stages.checkpoint(shop, stuff, engine, inspect)
     if shop.standing(place, "eval-report") is None:  # the checkpoint stood, but was never scored on these texts
         shop.report(Progress("load the checkpoint", 0, 1, "model"))
-        judge(stages.module_scorer(source, name)[0], source.digest)
+        judge(stages.module_scorer(source, name)[0])
     return source, delta_nll(against.report.texts, load_record(place, EvalReport).texts)
 
 

@@ -80,8 +80,8 @@ def read_header(path: Path) -> dict[str, TensorMeta]:
 def _tensor_meta(path: Path, name: str, entry: Any) -> TensorMeta:
     """One header entry. MissingWeightsError when it is malformed or its bytes are not its dtype times its shape."""
     fields = entry if isinstance(entry, dict) else {}
-    dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
-    if not _counts(shape) or not _counts(offsets) or len(offsets) != 2 or not isinstance(dtype, str):
+    dtype, shape, offsets = fields.get("dtype"), _counts(fields.get("shape")), _counts(fields.get("data_offsets"))
+    if shape is None or offsets is None or len(offsets) != 2 or not isinstance(dtype, str):
         raise MissingWeightsError(f"{path} has a damaged header: the entry of {name} has no dtype, shape and offsets",
                                   _AGAIN)
     if dtype not in DTYPE_BYTES:
@@ -93,8 +93,10 @@ def _tensor_meta(path: Path, name: str, entry: Any) -> TensorMeta:
     return TensorMeta(dtype, tuple(shape), end - begin, path.name)
 
 
-def _counts(value: Any) -> bool:
-    return isinstance(value, list) and all(type(part) is int and part >= 0 for part in value)
+def _counts(value: Any) -> list[int] | None:
+    """The value if it is a list of whole numbers from 0 on."""
+    whole = isinstance(value, list) and all(type(part) is int and part >= 0 for part in value)
+    return value if whole else None
 
 
 def _check_places(path: Path, places: Mapping[str, list[int]], start: int, size: int) -> None:

@@ -88,8 +88,8 @@ def adjust(row: torch.Tensor, sequence: Sequence) -> Fault | None:
         row[torch.from_numpy(sequence.bad_words.banned(sequence.generated)).to(row.device)] = -math.inf
     if sequence.num_generated < params.min_tokens and sequence.stop_ids:
         row[list(sequence.stop_ids)] = -math.inf
-    # On a GPU asking means waiting for the device. Grammars and bad words wait anyway; for min_tokens alone the kernel's
-    # own check of the row must do.
+    # On a GPU asking means waiting for the device. Grammars and bad words wait anyway; for min_tokens alone the
+    # kernel's own check of the row must do.
     asked = row.device.type == "cpu" or sequence.params.stepwise
     if masks and asked and not bool(torch.isfinite(row.amax())):
         return Fault(f"{' and '.join(masks)} allow no token that the model has")
