@@ -12,7 +12,8 @@ and the lengths that came back are checked: a cell whose prompts or outputs had 
 above T(1), is kept and marked ``invalid``, never averaged away. Figures are medians over repeats; ``spread`` is max -
 min. ``warmup`` calls come first and are thrown away (compilers, caches, clocks).
 
-On a GPU each cell carries its state and the energy of a token (``gpu_state``), warm-up included.
+On a GPU each cell carries its state and the energy of a token (``gpu_state``), warm-up included; everywhere, how long
+this process waited for a processor (``cpu_state``).
 
 Cells are journalled as they finish: a killed sweep goes on with the next one.
 """
@@ -30,6 +31,7 @@ from calib.artifact import canonical_json, sha256_hex
 from calib.progress import Progress, Report, silent
 from calib.text import Tokenizer
 from engines.request import RequestOutput, SamplingParams
+from evals.cpu_state import CpuWatch
 from evals.errors import MeasureError
 from evals.gpu_state import GpuWatch, cuda_uuid
 from evals.journal import Journal
@@ -103,8 +105,9 @@ def _measure(llm: TimedGenerator, waiting: Sequence[Point], total: int, journal:
     prompts = Prompts(llm.tokenizer, seed)
     for number, point in enumerate(waiting, total - len(waiting)):
         report(Progress("latency", number, total, "cell", _name(point)))
-        with GpuWatch(gpu) as watch:
+        with GpuWatch(gpu) as watch, CpuWatch() as processors:
             cell = measure_cell(llm, prompts, point, warmup=warmup, repeats=repeats)
+        cell = cell.model_copy(update={"waited": processors.waited})
         state = watch.seen((warmup + repeats) * point[0] * (point[2] + (1 if point[2] > 1 else 0)))
         if state is not None:
             cell = cell.model_copy(update={"gpu": state, "invalid": cell.invalid or state.invalid})

@@ -124,6 +124,8 @@ class Cell(Frozen):
     goodput_req_s: float | None = None
     cached_share: float | None = Field(default=None, description="prompt tokens from the server's prefix cache")
     gpu: GpuState | None = None
+    waited: float | None = Field(default=None, description="share of its time in which this process, ready to run, "
+                                 "waited for a processor")
     invalid: str | None = Field(default=None, description="why the cell must not be used, if so")
 
 

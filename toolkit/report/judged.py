@@ -12,6 +12,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from evals.cpu_state import busy_note
 from evals.report import EvalReport, LatencySweep, Verdict
 from toolkit.console import duration, verdict_text
 from toolkit.report import words
@@ -41,7 +42,9 @@ def sweep_table(sweep: LatencySweep) -> Table:
                       words.milliseconds(cell.ttft_ms_spread), words.number(cell.tpot_ms, 2),
                       words.number(cell.tpot_ms_spread, 2), words.rate(cell.out_tok_s), f"{cell.n}", *energy,
                       Text(f"invalid: {cell.invalid}" if cell.invalid else "", style="red"))
-    table.caption = f"peak memory {words.size(sweep.peak_memory_bytes)} on {sweep.device}"
+    busy = busy_note([cell.waited for cell in sweep.cells])
+    table.caption = "\n".join([f"peak memory {words.size(sweep.peak_memory_bytes)} on {sweep.device}",
+                               *([busy] if busy else [])])
     table.caption_justify = "left"
     return table
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from evals.cpu_state import busy_note
 from evals.report import Row
 from evals.tradeoff import figure_of, label
 from toolkit.report import words
@@ -66,6 +67,9 @@ def caption(rows: Sequence[Row]) -> list[str]:
     emulated = [label(row) for row in rows if row.emulated]
     if emulated:
         lines.append(f"Emulated on this device, so accurate but no faster for its format: {', '.join(emulated)}.")
+    busy = busy_note([cell.waited for row in rows for cell in row.cells])
+    if busy:
+        lines.append(busy)
     grids = sorted({row.source_grid for row in rows if row.source_grid})
     if grids:
         lines.append(f"The baseline's own weights came from {', '.join(grids)}.")
