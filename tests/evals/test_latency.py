@@ -133,7 +133,7 @@ def test_a_real_engine_is_swept_with_its_memory(engine, tokenizer, tmp_path):
         assert isinstance(llm, Scorer)
         assert isinstance(llm, Generator)
         target = describe("engine", engine.digest, llm.numerics, tokenizer)
-        record = sweep(llm, target, [(1, 16, 6), (4, 16, 6)], device=engine.device, out=tmp_path / "s", warmup=1,
+        record = sweep(llm, target, [(1, 16, 40), (4, 16, 40)], device=engine.device, out=tmp_path / "s", warmup=1,
                        repeats=2, engine=engine.path, max_batch_size=engine.plan.limits.max_batch_size)
     assert [cell.invalid for cell in record.cells] == [None, None]
     assert all(cell.tpot_ms > 0 and cell.ttft_ms > 0 for cell in record.cells)
