@@ -8,27 +8,22 @@ logs are *evidence*: hashed in the manifest, outside the digest.
 A file's hash is the sha256 over the concatenated sha256 digests of its 64 MiB chunks, so that chunks can be hashed in
 parallel with reading and checked one by one on resume.
 
-A writer works in a temporary sibling folder and renames it last, so a half-written artifact can never be opened; an
-advisory lock on a sibling file keeps two processes from writing one folder.
+Here an artifact is described and opened; ``calib/artifact_writer.py`` writes one.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
 import platform
-import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path, PurePosixPath
-from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -113,7 +108,8 @@ def write_atomic(path: Path, data: bytes) -> None:
         temporary.unlink(missing_ok=True)
 
 
-def _safe_name(name: str) -> str:
+def safe_name(name: str) -> str:
+    """The name itself. ArtifactError when it is no plain relative path: it could leave the artifact."""
     pure = PurePosixPath(name)
     if pure.is_absolute() or ".." in pure.parts or not pure.parts or "\\" in name or str(pure) != name:
         raise ArtifactError(f"file path {name!r} leaves its artifact",
@@ -121,7 +117,8 @@ def _safe_name(name: str) -> str:
     return name
 
 
-def _scan(folder: Path) -> dict[str, Path]:
+def scan_files(folder: Path) -> dict[str, Path]:
+    """Relative name -> place of every file but the manifest. ArtifactError for links, pipes and the like."""
     found: dict[str, Path] = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
@@ -134,7 +131,7 @@ def _scan(folder: Path) -> dict[str, Path]:
     return found
 
 
-def _is_artifact(folder: Path) -> bool:
+def is_artifact(folder: Path) -> bool:
     """Whether a manifest of ours lies there; other tools have files of that name too."""
     try:
         Manifest.model_validate_json((folder / MANIFEST).read_bytes())
@@ -174,7 +171,7 @@ class Artifact:
     def file(self, name: str) -> Path:
         if name not in self.manifest.files:
             raise ArtifactError(f"{self.path} has no file {name!r}", "Its manifest does not list it; rebuild it.")
-        return self.path / _safe_name(name)
+        return self.path / safe_name(name)
 
     @classmethod
     def open(cls, path: Path | str, kind: str | None = None, format: int | None = None) -> Artifact:
@@ -205,9 +202,9 @@ class Artifact:
         return artifact
 
     def _check_names_and_sizes(self) -> None:
-        present = _scan(self.path)
+        present = scan_files(self.path)
         for name, entry in self.manifest.files.items():
-            _safe_name(name)
+            safe_name(name)
             if name not in present:
                 raise ArtifactError(f"{self.path / name} is missing", "Copy the artifact again, or make it again.")
             found = present[name].stat().st_size
@@ -234,111 +231,3 @@ class Artifact:
         with ThreadPoolExecutor(max_workers=min(8, max(1, len(names)))) as pool:
             hashes = list(pool.map(lambda name: file_sha256(self.path / name), names))
         return [name for name, found in zip(names, hashes, strict=True) if found != self.manifest.files[name].sha256]
-
-
-class ArtifactWriter:
-    """Context manager: fill ``folder``, set ``record``; leaving without an error publishes the artifact at ``path``.
-
-    An existing artifact at ``path`` is replaced only with ``replace=True``; a folder that is no artifact never is.
-    """
-
-    def __init__(self, path: Path | str, kind: str, format: int = 1, parents: Sequence[str] = (), *,
-                 replace: bool = False) -> None:
-        if kind not in KINDS:
-            raise ValueError(f"unknown artifact kind {kind!r}")
-        self.path = Path(path).absolute()
-        self.kind, self.format, self.parents, self.replace = kind, format, list(parents), replace
-        self.record: dict[str, Any] = {}
-        self.folder = self.path.with_name(f".{self.path.name}.partial")
-        self.artifact: Artifact | None = None
-        self._evidence: set[str] = set()
-        self._lock: BinaryIO | None = None
-
-    def evidence(self, name: str) -> Path:
-        """The place for a file that is hashed but stays outside the digest (times, memory, logs)."""
-        self._evidence.add(_safe_name(name))
-        place = self.folder / name
-        place.parent.mkdir(parents=True, exist_ok=True)
-        return place
-
-    def __enter__(self) -> ArtifactWriter:
-        self._refuse_inside()
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._lock = self.path.with_name(f".{self.path.name}.lock").open("wb")
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self._lock.close()
-            raise ArtifactError(f"another process is writing {self.path}", "Wait for it, or choose another folder."
-                                ) from error
-        try:
-            old = self.path.with_name(f".{self.path.name}.old")
-            if old.exists() and not self.path.exists():  # killed between the two renames of a replacement
-                old.rename(self.path)
-            self._refuse_or_clear()
-            shutil.rmtree(self.folder, ignore_errors=True)
-            self.folder.mkdir()
-        except BaseException:
-            self._unlock()
-            raise
-        return self
-
-    def refuse_place(self) -> None:
-        """ArtifactError where nothing may be written: asked before hours of work, and again when it is written."""
-        self._refuse_inside()
-        self._refuse_or_clear()
-
-    def _refuse_inside(self) -> None:
-        """A file more, and the artifact around it would not open again."""
-        for folder in self.path.parents:
-            if _is_artifact(folder):
-                raise ArtifactError(f"{self.path} lies inside the artifact {folder}", "Choose a folder outside of it.")
-
-    def _refuse_or_clear(self) -> None:
-        if not self.path.exists():
-            return
-        empty = self.path.is_dir() and not any(self.path.iterdir())
-        if not empty and not (self.replace and (self.path / MANIFEST).is_file()):
-            raise ArtifactError(f"{self.path} already exists", "Choose another folder, or remove that one first.")
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
-        try:
-            if error is None:
-                self.artifact = self._publish()
-        except OSError as fault:
-            raise ArtifactError(f"cannot write {self.path}: {fault.strerror or fault}",
-                                "Free disk space or choose another folder; nothing half-written was left.") from fault
-        finally:
-            shutil.rmtree(self.folder, ignore_errors=True)
-            self._unlock()
-        if isinstance(error, OSError):
-            about = f" ({error.filename})" if error.filename else ""
-            raise ArtifactError(f"cannot write {self.path}: {error.strerror or error}{about}",
-                                "Free disk space or choose another folder; nothing half-written was left.") from error
-
-    def _publish(self) -> Artifact:
-        found = _scan(self.folder)
-        with ThreadPoolExecutor(max_workers=8) as pool:
-            hashes = dict(zip(found, pool.map(file_sha256, found.values()), strict=True))
-        files = {name: FileEntry(sha256=hashes[name], bytes=path.stat().st_size, evidence=name in self._evidence)
-                 for name, path in found.items()}
-        digest = digest_of(self.kind, self.format, self.parents, self.record, files)
-        manifest = Manifest(kind=self.kind, format=self.format, digest=digest, parents=self.parents,
-                            record=self.record, files=files, versions=installed_versions(),
-                            created=datetime.now(UTC).isoformat(timespec="seconds"))
-        write_atomic(self.folder / MANIFEST, manifest.model_dump_json(indent=1).encode())
-        if self.path.exists():
-            old = self.path.with_name(f".{self.path.name}.old")
-            shutil.rmtree(old, ignore_errors=True)
-            self.path.rename(old)
-            self.folder.rename(self.path)
-            shutil.rmtree(old, ignore_errors=True)
-        else:
-            self.folder.rename(self.path)
-        return Artifact.open(self.path, self.kind)
-
-    def _unlock(self) -> None:
-        if self._lock is not None:
-            self._lock.close()
-            self._lock = None

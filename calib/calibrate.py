@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from calib.artifact import ArtifactWriter, canonical_json, installed_versions, sha256_hex
+from calib.artifact import canonical_json, installed_versions, sha256_hex
+from calib.artifact_writer import ArtifactWriter
 from calib.checkpoint import FORMAT, KIND, QuantizedCheckpoint
 from calib.dataset import CalibrationSet, refuse_overlap
 from calib.hardware import check_hardware

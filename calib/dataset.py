@@ -22,7 +22,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from calib.artifact import Artifact, ArtifactWriter, sha256_hex
+from calib.artifact import Artifact, sha256_hex
+from calib.artifact_writer import ArtifactWriter
 from calib.errors import CalibError
 from calib.json_text import parse_object
 from calib.text import Tokenizer

@@ -24,7 +24,8 @@ from pathlib import Path
 
 from pydantic import Field, ValidationError
 
-from calib.artifact import Artifact, ArtifactWriter, canonical_json, installed_versions, sha256_hex
+from calib.artifact import Artifact, canonical_json, installed_versions, sha256_hex
+from calib.artifact_writer import ArtifactWriter
 from calib.checkpoint import QuantizedCheckpoint
 from calib.dataset import pack_texts
 from calib.errors import ArtifactError, CalibError

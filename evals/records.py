@@ -14,7 +14,8 @@ import numpy as np
 from pydantic import ValidationError
 from safetensors.numpy import save_file
 
-from calib.artifact import Artifact, ArtifactWriter
+from calib.artifact import Artifact
+from calib.artifact_writer import ArtifactWriter
 from calib.errors import ArtifactError
 from calib.scheme import Frozen
 from evals.report import EvalReport, LatencySweep, Verdict

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 from pydantic import Field
 
-from calib.artifact import ArtifactWriter
+from calib.artifact_writer import ArtifactWriter
 from calib.progress import Progress, Report, silent
 from calib.scheme import Frozen, Grid, Scheme
 from calib.text import Tokenizer, check_vocabulary

@@ -5,7 +5,8 @@ import os
 
 import pytest
 
-from calib.artifact import MANIFEST, Artifact, ArtifactWriter, canonical_json, digest_of, file_sha256, sha256_hex
+from calib.artifact import MANIFEST, Artifact, canonical_json, digest_of, file_sha256, sha256_hex
+from calib.artifact_writer import ArtifactWriter
 from calib.errors import ArtifactError, UnknownNameError
 from calib.progress import Progress, silent
 from calib.scheme import BF16, Grid, PerGroup, PerToken, Scheme

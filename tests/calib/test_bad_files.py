@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from calib.architecture import check_weights
-from calib.artifact import Artifact, ArtifactWriter
+from calib.artifact import Artifact
+from calib.artifact_writer import ArtifactWriter
 from calib.checkpoint import QuantizedCheckpoint
 from calib.config import check_complete, read_config
 from calib.dataset import CalibrationSet, CalibrationTextError

@@ -2,7 +2,7 @@
 
 import pytest
 
-from calib.artifact import ArtifactWriter
+from calib.artifact_writer import ArtifactWriter
 from toolkit.describe import faults_of
 from toolkit.refs import Ref
 

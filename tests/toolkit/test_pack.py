@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from calib.artifact import MANIFEST, Artifact, ArtifactWriter
+from calib.artifact import MANIFEST, Artifact
+from calib.artifact_writer import ArtifactWriter
 from calib.errors import ArtifactError
 from engines.engine import Engine
 from toolkit import cli

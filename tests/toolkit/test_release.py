@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from calib.artifact import Artifact, ArtifactWriter, sha256_hex
+from calib.artifact import Artifact, sha256_hex
+from calib.artifact_writer import ArtifactWriter
 from calib.errors import UnknownNameError
 from evals.report import Verdict
 from toolkit import approving, history, oci, provenance, release, unpacking

@@ -5,7 +5,7 @@ import sqlite3
 
 import pytest
 
-from calib.artifact import ArtifactWriter
+from calib.artifact_writer import ArtifactWriter
 from evals.report import Verdict
 from toolkit.errors import NoRunError, UsageError
 from toolkit.store import RunStore, StoredRow
@@ -157,7 +157,7 @@ def test_runs_are_read_a_page_at_a_time_and_searched(store):
 
 
 def test_children_are_found_by_parent_and_kind(store, tmp_path):
-    from calib.artifact import ArtifactWriter
+    from calib.artifact_writer import ArtifactWriter
 
     for number, kind in enumerate(("eval-report", "latency-sweep", "eval-report")):
         with ArtifactWriter(tmp_path / f"a{number}", kind, parents=["e" * 64, f"{number}" * 64]) as writer:

@@ -117,7 +117,7 @@ def test_memory_that_runs_out_is_said_so(capsys, monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_in_the_middle_leaves_nothing_half_written(tmp_path, number):
-    script = ("import sys, time\nfrom toolkit import cli\nfrom calib.artifact import ArtifactWriter\n"
+    script = ("import sys, time\nfrom toolkit import cli\nfrom calib.artifact_writer import ArtifactWriter\n"
               "def work(*_, **__):\n"
               f"    with ArtifactWriter({str(tmp_path / 'a')!r}, 'verdict') as writer:\n"
               "        (writer.folder / 'half').write_bytes(b'x')\n        print('in', flush=True)\n"
