@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from engines.engine import Engine
+    from engines.plan import Plan
 
 
 def describe(ref: Ref) -> tuple[dict[str, Any], list[RenderableType]]:
@@ -64,9 +65,15 @@ def _engine_facts(ref: Ref) -> dict[str, Any]:
     from engines.engine import Engine
 
     engine = Engine.open(ref.path)
-    return {"recipe": engine.recipe, "kv_cache": str(engine.kv), "device": engine.device, "emulated": engine.emulated,
+    return {"recipe": engine.recipe, "kv_cache": str(engine.kv), "kv_cache_held_in": _held(engine.plan),
+            "device": engine.device, "emulated": engine.emulated,
             "checkpoint_digest": engine.checkpoint_digest, "source_grid": engine.source_grid,
             "limits": engine.plan.limits.model_dump(mode="json"), "memory": engine.plan.memory.model_dump(mode="json")}
+
+
+def _held(plan: Plan) -> str:
+    """In what the cache lies: an unquantized one on a CPU lies in what the CPU computes in."""
+    return str(plan.kv) if plan.kv.quantized or plan.device.runs_triton else "float32"
 
 
 def _facts_table(facts: dict[str, Any]) -> RenderableType:
@@ -125,11 +132,11 @@ def _plan_parts(engine: Engine) -> list[RenderableType]:
     limits, memory = plan.limits, plan.memory
     return [Text.assemble((f"{engine.recipe} for {plan.device}", "bold")),
             Text(f"{plan.ops_unfused} operations before fusion, {len(plan.program.ops)} after; computes in "
-                 f"{plan.compute_dtype}; KV cache {plan.kv}"), fusions, kernels,
+                 f"{plan.compute_dtype}; KV cache {plan.kv}, held in {_held(plan)}"), fusions, kernels,
             Text(f"limits: {limits.max_batch_size} sequences of {limits.max_seq_len} tokens, {limits.max_num_tokens} "
                  f"tokens a step, {limits.num_blocks} KV blocks of {limits.block_size}"),
             Text(f"memory: weights {words.size(memory.weights)}, activations {words.size(memory.activations)}, "
-                 f"KV cache up to {words.size(memory.kv_cache)}"),
+                 f"KV cache up to {words.size(memory.kv_cache)} when every block is in use"),
             *(Text(f"note: {note}") for note in plan.notes)]
 
 
