@@ -57,4 +57,5 @@ def register(app: typer.Typer) -> None:
                       "emulated": made.emulated, "size_bytes": made.size_bytes,
                       "limits": limits.model_dump(mode="json")}, [made.digest],
                      f"{made.path}  {made.recipe} for {made.device}, {made.size_bytes / 1e6:,.0f} MB, up to "
-                     f"{limits.max_batch_size} sequences of {limits.max_seq_len} tokens", made.digest)
+                     f"{limits.max_batch_size} sequences of {limits.max_seq_len} tokens", made.digest,
+                     f"next: toolkit eval {out} --baseline MODEL, toolkit sweep {out}, or toolkit serve {out}")

@@ -54,4 +54,4 @@ def register(app: typer.Typer) -> None:
         session.show({"digest": made.digest, "path": str(out.absolute()), "recipe": made.recipe,
                       "kv_cache": kv_cache, "size_bytes": made.size_bytes} | origins, [made.digest],
                      f"{out}  {made.recipe}, KV cache {kv_cache}, {made.size_bytes / 1e6:,.0f} MB", made.digest,
-                     *recipe_parts(settings)[:explained])
+                     *recipe_parts(settings)[:explained], f"next: toolkit build {out} --out ENGINE")
