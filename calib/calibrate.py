@@ -22,9 +22,10 @@ from calib.dataset import CalibrationSet, refuse_overlap
 from calib.hardware import check_hardware
 from calib.model import resolve_model
 from calib.peak import AnonymousPeak
-from calib.plan import CalibrationPlan, KvChoice, LayerwiseChoice, check_disk, make_plan
+from calib.plan import CalibrationPlan, LayerwiseChoice, check_disk, make_plan
 from calib.progress import Progress, Report, silent
 from calib.recipe import Recipe
+from calib.scheme import KvChoice
 from calib.stage import Inspect, Memory, Outcome, Stage
 
 

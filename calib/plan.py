@@ -24,11 +24,10 @@ from calib.model import resolve_model, source_grid_of
 from calib.outline import Outline, outline_of
 from calib.parallel import check_heads, check_modules
 from calib.recipe import LayoutName, Recipe
-from calib.scheme import BF16, Frozen, Grid, Scheme
+from calib.scheme import BF16, Frozen, Grid, KvChoice, Scheme
 from calib.sizes import files_bytes, module_bytes, stored_tensors
 from calib.text import Tokenizer, check_vocabulary
 
-KvChoice = Literal["bf16", "fp8", "int8"]
 LayerwiseChoice = Literal["auto", "on", "off"]
 KV_GRIDS: dict[str, Grid] = {"bf16": BF16, "fp8": Grid(dtype="fp8_e4m3"), "int8": Grid(dtype="int8")}
 

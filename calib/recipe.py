@@ -121,6 +121,12 @@ def recipe_names() -> tuple[str, ...]:
     return tuple(sorted(path.stem for path in RECIPES.glob("*.yaml")))
 
 
+@cache
+def ordinary_recipes() -> tuple[str, ...]:
+    """Names of the built-in recipes that need no particular chip (see calib.hardware)."""
+    return tuple(name for name in recipe_names() if not load_recipe(name).needs_hardware)
+
+
 def load_recipe(name_or_path: str | Path) -> Recipe:
     """A built-in recipe by name, or one from a YAML file.
 

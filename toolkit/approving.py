@@ -4,7 +4,9 @@ An approval is an entry of the home's hash-chained log, so it says who, when and
 holds for exactly this engine *and* this verdict: an engine that is judged again is approved again. It can be withdrawn,
 which is an entry too; what was published meanwhile stays, and is moved back by a rollback.
 
-Without a PASS an approval needs ``override``, and the release that comes of it stays marked.
+Without a PASS an approval needs ``override``, and the release that comes of it stays marked. A refusal for a verdict
+has that verdict's exit code (1 FAIL, 3 INCONCLUSIVE or ANOMALOUS), so that a script which only publishes can tell a
+worse engine from one that was not judged (2).
 """
 
 from __future__ import annotations
@@ -13,8 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
+from evals.gate import EXIT_CODES
 from toolkit.audit import AuditEntry
-from toolkit.errors import ReleaseError
+from toolkit.errors import NotPassedError, ReleaseError
 from toolkit.store import RunStore, StoredVerdict
 
 APPROVE, WITHDRAW = "approve", "withdraw"
@@ -35,16 +38,20 @@ class Approved:
 
 
 def passing_verdict(store: RunStore, engine_digest: str, policy_sha256: str | None) -> StoredVerdict:
-    """The newest verdict on exactly this engine, which must be PASS; ReleaseError says what it is instead."""
+    """The newest verdict on exactly this engine, which must be PASS.
+
+    ReleaseError where there is none; NotPassedError says what it is instead.
+    """
     found = store.verdict_of(engine_digest, policy_sha256)
     under = " under this policy" if policy_sha256 else ""
     if found is None:
         raise ReleaseError(f"engine {engine_digest[:12]} has no verdict{under}",
                            "Judge it first: toolkit gate ENGINE --baseline REF --policy FILE")
     if found.verdict.word != "PASS":
-        raise ReleaseError(f"engine {engine_digest[:12]} has the verdict {found.verdict.word}{under}: "
-                           f"{found.verdict.reason}", "Only an engine whose newest verdict is PASS is released; "
-                           "--override with a --reason marks an exception for ever.")
+        raise NotPassedError(f"engine {engine_digest[:12]} has the verdict {found.verdict.word}{under}: "
+                             f"{found.verdict.reason}", "Only an engine whose newest verdict is PASS is released; "
+                             "--override with a --reason marks an exception for ever.",
+                             EXIT_CODES[found.verdict.word])
     return found
 
 
@@ -97,6 +104,7 @@ def approval_of(store: RunStore, engine: str, policy_sha256: str | None = None) 
     found = standing(store.audit()).get(engine)
     how = f"toolkit releases approve {engine[:12]} --reason TEXT, or publish with --reason to do both"
     if found is None:
+        passing_verdict(store, engine, policy_sha256)  # what could not be approved either is told so first
         raise ReleaseError(f"engine {engine[:12]} is not approved", f"Approve it: {how}.")
     verdict = verdict_for(store, engine, policy_sha256, found.override)
     if found.verdict != (verdict.digest if verdict else ""):

@@ -44,6 +44,16 @@ class ReleaseError(ToolkitError):
     code = "release"
 
 
+class NotPassedError(ReleaseError):
+    """The engine's newest verdict is not PASS; ``exit_code`` is that verdict's, as `gate` itself gives it."""
+
+    code = "not_passed"
+
+    def __init__(self, message: str, hint: str, exit_code: int) -> None:
+        super().__init__(message, hint)
+        self.exit_code = exit_code
+
+
 class DamagedReleaseError(ReleaseError):
     """A released file, alias or log entry differs from what was written."""
 

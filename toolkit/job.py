@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from calib.errors import shown
-from calib.scheme import Frozen
+from calib.scheme import Frozen, KvChoice
 from calib.yaml_text import read_yaml
 from toolkit.errors import JobError
 from toolkit.home import Home
@@ -44,7 +44,7 @@ class EngineJob(Frozen):
     """One row of the result: a recipe and a KV cache format."""
 
     recipe: str
-    kv_cache: Literal["bf16", "fp8", "int8"] = "bf16"
+    kv_cache: KvChoice = "bf16"
 
 
 REFERENCE = EngineJob(recipe="bf16")

@@ -6,14 +6,14 @@ import re
 from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from calib.errors import shown
+from calib.scheme import KvChoice
 from toolkit.errors import UsageError
 
-KvCache = Literal["bf16", "fp8", "int8"]
 RefArgument = Annotated[str, typer.Argument(metavar="REF", show_default=False, help="Folder, digest prefix, "
                                             "alias:NAME, or a model (what is missing is made).")]
 ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", show_default=False,
@@ -21,7 +21,7 @@ ModelArgument = Annotated[str, typer.Argument(metavar="MODEL", show_default=Fals
 RecipeOption = Annotated[str, typer.Option("--recipe", help="bf16, fp8, int8, int4_awq, or a recipe's YAML file.")]
 ExplainOption = Annotated[bool, typer.Option("--explain", help="Show each of the recipe's values with the file it is "
                                              "from.")]
-KvOption = Annotated[KvCache, typer.Option("--kv-cache", help="Format of the KV cache.")]
+KvOption = Annotated[KvChoice, typer.Option("--kv-cache", help="Format of the KV cache.")]
 OutOption = Annotated[Path, typer.Option("--out", help="Folder to write; it must not exist.", show_default=False)]
 KeptOption = Annotated[Path | None, typer.Option("--out", help="Folder to write [default: in home].",
                                                  show_default=False)]

@@ -13,7 +13,8 @@ from pathlib import Path
 import streamlit as st
 
 from calib.errors import ToolkitError
-from calib.recipe import recipe_names
+from calib.recipe import ordinary_recipes
+from calib.scheme import KV_CHOICES
 from toolkit import jobs
 from toolkit.console import duration
 from toolkit.jobs import JobTable, Work
@@ -41,6 +42,7 @@ def page() -> None:
 def _start(here: Site) -> None:
     if common.refuse_read_only(here):
         return
+    notice = st.container(key="notice")  # not in the part below, which folds away once there are jobs
     forms: dict[str, Callable[[Site], list[str] | None]] = {
         "Whole pipeline": _run_form, "Quantize": _quantize_form, "Build": _build_form, "Evaluate": _eval_form,
         "Sweep": _sweep_form, "Layers": _layers_form}
@@ -54,7 +56,8 @@ def _start(here: Site) -> None:
             offline = st.checkbox("Never touch the network", key=f"offline-{verbs[kind]}")
             pressed = st.form_submit_button("Start", type="primary")
         if pressed:
-            _begin(here, verbs[kind], arguments, offline)
+            with notice:
+                _begin(here, verbs[kind], arguments, offline)
 
 
 def _any(here: Site) -> bool:
@@ -98,8 +101,8 @@ def _model_field(here: Site, verb: str) -> str:
 def _quantize_form(here: Site) -> list[str] | None:
     model = _model_field(here, "quantize")
     left, right = st.columns(2)
-    recipe = left.selectbox("Recipe", list(recipe_names()), key="recipe-quantize")
-    cache = right.selectbox("KV cache", ["bf16", "fp8"], key="kv-quantize")
+    recipe = left.selectbox("Recipe", list(ordinary_recipes()), key="recipe-quantize")
+    cache = right.selectbox("KV cache", list(KV_CHOICES), key="kv-quantize")
     left, right = st.columns(2)
     rows = left.number_input("Calibration rows", 1, 4096, 16, key="rows-quantize")
     length = right.number_input("Tokens a row", 8, 8192, 256, key="length-quantize")

@@ -241,9 +241,11 @@ def _roll_back(here: Site, target: str, releases: list[Release], log: list[Audit
             try:
                 with here.store() as store:
                     found = roll_back(store, open_target(target), alias, who, reason, others[wanted])
-                st.success(f"{alias} names release {found.digest[:12]} now.")
             except ToolkitError as error:
                 st.error(common.plain(f"{error.message}. {error.hint}"))
+                return
+            st.session_state["said"] = common.plain(f"{alias} names release {found.digest[:12]} now.")
+            st.rerun()
 
 
 def _verify(target: str) -> None:

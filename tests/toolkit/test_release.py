@@ -75,16 +75,23 @@ def target_of(tmp_path):
 
 def test_without_a_verdict_nothing_may_be_released(shop):
     store, made, _, _ = shop
-    with pytest.raises(ReleaseError, match="has no verdict"):
-        approving.passing_verdict(store, made.digest, None)
+    for refused in (lambda: approving.passing_verdict(store, made.digest, None),
+                    lambda: approving.approval_of(store, made.digest)):
+        with pytest.raises(ReleaseError, match="has no verdict") as found:
+            refused()
+        assert found.value.exit_code == 2
 
 
-@pytest.mark.parametrize("word", ["FAIL", "INCONCLUSIVE", "ANOMALOUS"])
-def test_only_pass_may_be_released(shop, word):
+@pytest.mark.parametrize(("word", "code"), [("FAIL", 1), ("INCONCLUSIVE", 3), ("ANOMALOUS", 3)])
+def test_only_pass_may_be_released_and_a_refusal_has_the_verdicts_exit_code(shop, word, code):
     store, made, _, tmp_path = shop
     judged(store, tmp_path / "v", made.digest, word)
-    with pytest.raises(ReleaseError, match=word):
-        approving.passing_verdict(store, made.digest, None)
+    for refused in (lambda: approving.passing_verdict(store, made.digest, None),
+                    lambda: approving.approve(store, made.digest, "ada", "looks good"),
+                    lambda: approving.approval_of(store, made.digest)):
+        with pytest.raises(ReleaseError, match=word) as found:
+            refused()
+        assert found.value.exit_code == code
 
 
 def test_a_pass_under_another_policy_or_on_another_engine_does_not_count(shop):

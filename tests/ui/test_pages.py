@@ -3,6 +3,7 @@
 import pytest
 
 from calib.artifact import sha256_hex
+from calib.recipe import recipe_names
 from toolkit import jobs, layers
 from toolkit.home import Home
 from toolkit.jobs import JobTable
@@ -258,6 +259,7 @@ def test_a_job_is_started_from_a_form_and_listed(open_page, tmp_path):
     page.text_input(key="job-file").set_value(str(tmp_path / "nothing.yaml"))
     page.button[0].click().run()
     assert "was started" in shown_text(page)
+    assert not page.expander[0].success, "that part folds away"
     with JobTable(home.store) as table:
         [work] = table.list()
     assert (work.verb, work.arguments) == ("run", [str(tmp_path / "nothing.yaml")])
@@ -271,6 +273,16 @@ def test_a_job_is_started_from_a_form_and_listed(open_page, tmp_path):
     again = open_page(home, "jobs")
     assert list(again.dataframe[0].value["state"]) == ["✕ failed"]
     assert not jobs.log_of(home, work.id).read_text()
+
+
+def test_the_forms_offer_what_quantize_takes(open_page, tmp_path):
+    """Every KV cache, and every recipe that no particular chip is needed for; each choice is a command line."""
+    home = Home(tmp_path / "home")
+    page = open_page(home, "jobs", kind="Quantize")
+    assert page.selectbox(key="kv-quantize").options == ["bf16", "fp8", "int8"]
+    recipes = page.selectbox(key="recipe-quantize").options
+    assert set(recipes) == set(recipe_names()) - {"nvfp4", "mxfp8"}
+    assert {"int4_gptq", "fp8_block", "int8_static"} <= set(recipes)
 
 
 def test_a_job_that_goes_on_is_shown_with_its_eta(open_page, tmp_path):
@@ -327,6 +339,10 @@ def test_approve_publish_and_roll_back(open_page, own_home):
     page.text_input(key="rollback-reason").set_value("p99 doubled")
     press(page, "Roll back")
     assert release_of_alias(target, "production").digest == first.digest
+    assert f"production names release {first.digest[:12]} now" in shown_text(page)
+    released = next(frame.value for frame in page.dataframe if "release" in frame.value and "engine" in frame.value)
+    assert dict(zip(released["release"], released["alias"], strict=True))[first.digest[:12]] == "production"
+    assert not any(expander.success for expander in page.expander), "what folds away hides what was done"
     last = read_audit(target)[-1]
     assert (last.action, last.detail["reason"]) == ("rollback", "p99 doubled")
     press(page, "Verify every byte")

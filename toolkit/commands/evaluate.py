@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from calib.scheme import KvChoice
 from toolkit.commands.groups import verb_group
-from toolkit.options import KeptOption, KvCache, RefArgument
+from toolkit.options import KeptOption, RefArgument
 from toolkit.session import Session, verb
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 BaselineOption = Annotated[str | None, typer.Option(help="REF to compare with: ΔNLL, KL and flips need one.",
                                                     show_default=False)]
 RecipeOption = Annotated[str | None, typer.Option(help="For a model: the recipe [default: bf16].", show_default=False)]
-KvOption = Annotated[KvCache | None, typer.Option("--kv-cache", help="For a model: the KV cache's format.",
+KvOption = Annotated[KvChoice | None, typer.Option("--kv-cache", help="For a model: the KV cache's format.",
                                                   show_default=False)]
 DataOption = Annotated[str, typer.Option(help="Prepared folder, or your own .jsonl with --kind.")]
 KindOption = Annotated[Literal["choice", "exact", "text"] | None, typer.Option(help="What your own .jsonl holds.",

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from toolkit.options import KvCache, RefArgument
+from calib.scheme import KvChoice
+from toolkit.options import RefArgument
 from toolkit.session import Session, verb
 
 
@@ -17,7 +18,7 @@ def register(app: typer.Typer) -> None:
                  prompt: Annotated[str, typer.Option("--prompt", "-p", help="Text to continue.", show_default=False)],
                  recipe: Annotated[str | None, typer.Option(help="For a model: the recipe to calibrate with "
                                                             "[default: bf16].", show_default=False)] = None,
-                 kv_cache: Annotated[KvCache | None, typer.Option(help="For a model: the KV cache's format "
+                 kv_cache: Annotated[KvChoice | None, typer.Option(help="For a model: the KV cache's format "
                                                                   "[default: bf16].", show_default=False)] = None,
                  chat: Annotated[bool, typer.Option("--chat", help="Ask through the model's chat template.")] = False,
                  max_tokens: Annotated[int, typer.Option(min=1, help="Tokens at most.")] = 128,

@@ -31,6 +31,8 @@ def register(app: typer.Typer) -> None:
         """Publish an engine with its evidence.
 
         Refuses an engine that is not approved on its newest verdict; an approval needs a PASS for exactly this engine.
+        Exit code 1 where its newest verdict is FAIL, 3 where it is INCONCLUSIVE or ANOMALOUS, 2 where it has none or
+        is not approved.
         """
         from evals.policy import load_policy
         from toolkit.history import who_am_i

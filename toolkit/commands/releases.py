@@ -30,7 +30,10 @@ def _approve(group: typer.Typer) -> None:
                                                             show_default=False)] = None,
                 override: Annotated[bool, typer.Option("--override", help="Approve without a PASS; its releases stay "
                                                        "marked.")] = False) -> None:
-        """Let an engine go, on its newest verdict. `publish` then needs no reason; another verdict needs it again."""
+        """Let an engine go, on its newest verdict. `publish` then needs no reason; another verdict needs it again.
+
+        Exit code 1 where that verdict is FAIL, 3 where it is INCONCLUSIVE or ANOMALOUS, 2 where there is none.
+        """
         from dataclasses import asdict
 
         from calib.artifact import Artifact

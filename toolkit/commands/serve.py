@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from toolkit.options import KvCache, RefArgument
+from calib.scheme import KvChoice
+from toolkit.options import RefArgument
 from toolkit.session import Session, verb
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def register(app: typer.Typer) -> None:
                                                            "[default: from REF].", show_default=False)] = None,
               recipe: Annotated[str | None, typer.Option(help="For a model: the recipe to calibrate with "
                                                          "[default: bf16].", show_default=False)] = None,
-              kv_cache: Annotated[KvCache | None, typer.Option(help="For a model: the KV cache's format "
+              kv_cache: Annotated[KvChoice | None, typer.Option(help="For a model: the KV cache's format "
                                                                "[default: bf16].", show_default=False)] = None,
               api_keys: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, show_default=False,
                                                             help="File of callers, one name:secret a line.")] = None,

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from toolkit.options import KeptOption, KvCache
+from calib.scheme import KvChoice
+from toolkit.options import KeptOption
 from toolkit.session import Session, verb
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ _near_argument = typer.Argument(metavar="REF", show_default=False,
                                 help="Engine, checkpoint or model; or give --url or --plan.")
 
 RecipeOption = Annotated[str | None, _near(help="For a model: the recipe [default: bf16].")]
-KvCacheOption = Annotated[KvCache | None, _near(help="For a model: the KV cache's format.")]
+KvCacheOption = Annotated[KvChoice | None, _near(help="For a model: the KV cache's format.")]
 CellsOption = Annotated[str | None, _near(
     help="batch x input x output tokens, comma-separated [default: 1x64x32,8x64x32].")]
 UrlOption = Annotated[str | None, _far(help="Measure this OpenAI endpoint instead, like http://127.0.0.1:8000.")]
