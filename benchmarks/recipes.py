@@ -12,9 +12,12 @@ rows of evaluation text that calibration has not seen. Paired with the unquantiz
 Speed is a second step (``--speed``), because it wants a quiet machine: engines take turns, decode tokens/s by the
 formula of ``benchmarks.cpu``; a scheme that the engine does not run has the builder's sentence in its place.
 
+``--longer`` scores the four-bit rows, as they were made, on twice the text: theirs are the figures that are asked for.
+
 Resumable: a finished row lies as JSON in ``--work`` under a key of everything that it depends on.
 
     python -m benchmarks.recipes --home HOME --work DIR [--only NAME ...]
+    python -m benchmarks.recipes --home HOME --work DIR --longer
     python -m benchmarks.recipes --home HOME --work DIR --speed
     python -m benchmarks.recipes --home HOME --work DIR --write
 """
@@ -23,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import time
 from collections.abc import Iterable, Iterator
@@ -35,7 +39,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from benchmarks.cpu import engine_generate, measure
-from benchmarks.recipes_table import Judged, write_page
+from benchmarks.recipes_table import ASKED, Judged, write_page
 from calib.artifact import canonical_json, installed_versions, sha256_hex, write_atomic
 from calib.calibrate import quantize
 from calib.checkpoint import QuantizedCheckpoint
@@ -94,9 +98,11 @@ class Bench:
     calibration: CalibrationSet
     choose: list[str]
     tokens: torch.Tensor
+    ending: str = ".json"
 
     @classmethod
-    def open(cls, home: Path, model: str, work: Path, calibration_rows: int, judged_rows: int) -> Bench:
+    def open(cls, home: Path, model: str, work: Path, calibration_rows: int, judged_rows: int,
+             ending: str = ".json") -> Bench:
         work.mkdir(parents=True, exist_ok=True)
         folder = home / "models" / model
         tokenizer = Tokenizer.open(folder)
@@ -108,7 +114,8 @@ class Bench:
         judged = [text.text for text in EvalData.load(home / "data/evaluation").texts]
         refuse_overlap(calibration, judged, "calibration and evaluation")
         choose = [text.text for text in EvalData.load(home / "data/choose").texts]
-        return cls(folder, work, tokenizer, calibration, choose, pack_texts(judged, tokenizer, LENGTH, judged_rows))
+        return cls(folder, work, tokenizer, calibration, choose, pack_texts(judged, tokenizer, LENGTH, judged_rows),
+                   ending)
 
     def key(self, row: Row) -> str:
         """sha256 over what a row's numbers follow from."""
@@ -122,13 +129,13 @@ class Bench:
 
     def judged(self, row: Row) -> Judged | None:
         """The finished row, when its inputs are still the same."""
-        path = self.place(row).with_suffix(".json")
+        path = self.place(row).with_suffix(self.ending)
         held = json.loads(path.read_bytes()) if path.is_file() else {}
         return Judged.model_validate(held["row"]) if held.get("key") == self.key(row) else None
 
     def keep(self, row: Row, judged: Judged) -> None:
         document = {"key": self.key(row), "row": judged.model_dump(mode="json")}
-        write_atomic(self.place(row).with_suffix(".json"), canonical_json(document))
+        write_atomic(self.place(row).with_suffix(self.ending), canonical_json(document))
 
 
 def log_probabilities(model: nn.Module, tokens: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -192,6 +199,18 @@ def judge(bench: Bench, row: Row, base: Base) -> Judged:
                   tokens=bench.tokens.numel(), digest=made.digest)
 
 
+def score_longer(bench: Bench, longer: Bench) -> None:
+    """The rows that a figure is asked of, as they were made, on the longer text."""
+    base = Base(bench.model, longer.tokens, bench.work / "base")
+    for row in rows():
+        made = bench.judged(row) if row.name in ASKED and longer.judged(row) is None else None
+        if made is not None:
+            checkpoint = QuantizedCheckpoint.open(bench.place(row))
+            figures = compare(base, load_model(checkpoint), longer.tokens)
+            longer.keep(row, judged := made.model_copy(update={**figures, "tokens": longer.tokens.numel()}))
+            print(f"{longer.tokens.numel()} tokens: {judged.line()}", flush=True)
+
+
 def speed(bench: Bench, repeats: int, batch: int, isl: int, osl: int) -> None:
     """Decode tokens/s of every judged row that an engine runs, in turns; the builder's refusal for the others."""
     llms: dict[str, LLM] = {}
@@ -205,13 +224,14 @@ def speed(bench: Bench, repeats: int, batch: int, isl: int, osl: int) -> None:
             llms[row.name] = LLM(engine, prefix_cache=False)
         except ToolkitError as error:
             bench.keep(row, found[row].model_copy(update={"engine": error.message, "tok_s": None}))
+    load = os.getloadavg()[0]
     vocab = min(llm.engine.plan.model.vocab_size for llm in llms.values())
     systems = {name: engine_generate(llm) for name, llm in llms.items()}
     values = measure(systems, batch, isl, osl, repeats, vocab)
     for row, judged in found.items():
         if row.name in values:
             rates = sorted(values[row.name][0])
-            bench.keep(row, judged.model_copy(update={"engine": "cpu", "tok_s": rates[len(rates) // 2],
+            bench.keep(row, judged.model_copy(update={"engine": "cpu", "tok_s": rates[len(rates) // 2], "load": load,
                                                       "tok_s_spread": rates[-1] - rates[0]}))
 
 
@@ -222,28 +242,35 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True, help="checkpoints, engines and finished rows")
     parser.add_argument("--calibration-rows", type=int, default=16, help="of 256 tokens, at most")
     parser.add_argument("--judged-rows", type=int, default=16, help="of 256 tokens")
-    parser.add_argument("--only", action="append", help="a row's name, as in the table; repeatable")
+    parser.add_argument("--only", action="append", help="a row's name, as in the table; repeatable, in that order")
+    parser.add_argument("--longer", action="store_true", help="score the four-bit rows on twice the text")
     parser.add_argument("--speed", action="store_true", help="time the engines of finished rows")
     parser.add_argument("--write", action="store_true", help="write the page and the JSON from finished rows")
     parser.add_argument("--page", type=Path, default=Path("docs/recipes.md"))
     parser.add_argument("--json", type=Path, default=Path("docs/benchmarks/recipes-cpu.json"))
     options = parser.parse_args()
     bench = Bench.open(options.home, options.model, options.work, options.calibration_rows, options.judged_rows)
-    if options.speed:
+    longer = Bench.open(options.home, options.model, options.work, options.calibration_rows, 2 * options.judged_rows,
+                        ".longer.json")
+    if options.longer:
+        score_longer(bench, longer)
+    elif options.speed:
         speed(bench, repeats=3, batch=1, isl=64, osl=25)
     elif not options.write:
         unknown = sorted(set(options.only or ()) - {row.name for row in rows()})
         if unknown:
             parser.error(f"no row {unknown[0]!r}; rows: {', '.join(row.name for row in rows())}")
         base = Base(bench.model, bench.tokens, bench.work / "base")
-        for row in rows():
-            if bench.judged(row) is None and (not options.only or row.name in options.only):
+        by_name = {row.name: row for row in rows()}
+        for row in [by_name[name] for name in options.only or by_name]:
+            if bench.judged(row) is None:
                 bench.keep(row, judged := judge(bench, row, base))
                 print(judged.line(), flush=True)
     if options.write:
         found = {row.name: bench.judged(row) for row in rows()}
         write_page(options.page, options.json, [judged for judged in found.values() if judged is not None],
-                   options.model, [name for name, judged in found.items() if judged is None])
+                   options.model, [name for name, judged in found.items() if judged is None],
+                   [judged for row in rows() if (judged := longer.judged(row)) is not None])
 
 
 if __name__ == "__main__":

@@ -12,6 +12,8 @@ from evals.bench import BenchCell, device_name, write_cells
 
 _HALF_WIDTH = 1.96
 _EIGHT = ("fp8_e4m3", "int8")
+#: Row -> delta NLL that it is asked not to exceed, nats, on the longer text.
+ASKED = dict.fromkeys(("int4_awq", "int4_awq_clip", "int4_gptq", "int4_asym"), 0.16)
 
 
 class Judged(Frozen):
@@ -39,6 +41,7 @@ class Judged(Frozen):
     engine: str | None = None
     tok_s: float | None = None
     tok_s_spread: float | None = None
+    load: float | None = None
 
     def line(self) -> str:
         if self.refused is not None:
@@ -152,6 +155,20 @@ def overview() -> str:
     return "\n".join(lines)
 
 
+def asked(longer: Sequence[Judged]) -> list[str]:
+    """Sentences on the figures that are asked for: met only where the measured mean keeps them."""
+    return [f"`{row.name}` on {row.tokens:,} tokens: {row.text()} (KL {row.kl:.4f}, same top-1 {row.same_top1:.3f}); "
+            f"asked: at most {ASKED[row.name]:.2f}, {'met' if row.loss <= ASKED[row.name] else 'not met'}."
+            for row in longer if row.name in ASKED]
+
+
+def _conditions(rows: Sequence[Judged]) -> str:
+    """What the machine was doing while it timed."""
+    load = max((row.load for row in rows if row.load is not None), default=None)
+    return "" if load is None else (f" The load average was {load:.1f} as the timing began (engines take turns): "
+                                    "tokens/s compare the rows with each other and are no measure of the machine.")
+
+
 _HEAD = """# Recipes
 
 Written by `python -m benchmarks.recipes`; edit that, not this. A recipe is a short YAML in `calib/recipes`; yours may
@@ -160,8 +177,12 @@ from.
 """
 
 
-def write_page(page: Path, cells: Path, rows: Sequence[Judged], model: str, missing: Sequence[str]) -> None:
-    """The page, and the same figures as a benchmark document. ``missing``: rows that are not finished, by name."""
+def write_page(page: Path, cells: Path, rows: Sequence[Judged], model: str, missing: Sequence[str],
+               longer: Sequence[Judged] = ()) -> None:
+    """The page, and the same figures as a benchmark document.
+
+    ``missing``: rows that are not finished, by name; ``longer``: rows judged on more text.
+    """
     measured = [row for row in rows if row.refused is None]
     if not measured:
         raise SystemExit("no finished row: run without --write first")
@@ -174,9 +195,11 @@ def write_page(page: Path, cells: Path, rows: Sequence[Judged], model: str, miss
              "token) that calibration has not seen. ± is one standard error over the rows of text. A small "
              "model is harsh: figures of this size shrink on larger ones. Its weights were dequantized from Q4_1 in "
              "groups of 32, so grids like that one flatter. Seconds and tokens/s are of a shared machine; rates are of "
-             "one sequence, the median of three runs (their spread in brackets).\n",
+             "one sequence, the median of three runs (their spread in brackets)."
+             f"{_conditions(measured)}\n",
              table(rows), "",
              *([f"Not measured in this run: {', '.join(missing)}.", ""] if missing else []),
+             *(["On twice the text:\n", *(f"- {sentence}" for sentence in asked(longer)), ""] if longer else []),
              *(["## What follows\n", *(f"- {sentence}" for sentence in advice(rows)), ""] if advice(rows) else [])]
     write_atomic(page, "\n".join(words).encode())
     made = [BenchCell(name=f"{figure} {row.name}", value=value, unit=unit, spread=spread)
@@ -185,4 +208,6 @@ def write_page(page: Path, cells: Path, rows: Sequence[Judged], model: str, miss
                 ("same_top1", row.same_top1, "share", None), ("size", row.size_bytes, "bytes", None),
                 ("calibration", row.calibration_seconds, "s", None),
                 ("decode", row.tok_s, "tok/s", row.tok_s_spread)) if value is not None]
+    made += [BenchCell(name=f"delta_nll {row.name} longer", value=row.loss, unit="nats/token",
+                       spread=row.delta_nll_se) for row in longer]
     write_cells(cells, made)
