@@ -11,11 +11,16 @@ k reads what pass p of layer k-1 gave, as it would inside the whole model.
 Everything is written beside its place, flushed and renamed, and a layer's file comes last: where it stands, so does the
 input of the next layer. So a run may be killed anywhere and goes on at the first layer without a file. Hidden states of
 two layers at most lie there at a time. No pickle: safetensors and JSON.
+
+Nothing of it is believed unseen. Each tensor's hash, over its place, dtype, shape and bytes, stands in its file's own
+metadata (so no kill can part them) and is compared whenever the tensor is read. A folder is looked through when it is
+opened: one wrong bit, and the run begins anew, since what a finished layer has read is gone by then. A flipped bit in a
+scale would be a checkpoint that opens, runs and is wrong.
 """
 
 from __future__ import annotations
 
-import json
+import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,34 +28,51 @@ from pathlib import Path
 from typing import overload
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from calib.artifact import canonical_json, write_atomic
+from calib.artifact import canonical_json
 from calib.errors import CalibError
+from calib.kept import read_kept, write_kept
 
 _KEY = "inputs.json"
+#: What the folder holds and how: raised when that changes, so that older work is made anew.
+_LAYOUT = {"layout": 2}
+
+
+class DamagedWorkError(CalibError):
+    """A file of the work folder is not as it was written."""
+
+    code = "damaged_work"
 
 
 class LayerStore:
-    """The work folder of one run. ``key`` names all inputs: a folder of other inputs is emptied."""
+    """The work folder of one run. ``key`` names all inputs: a folder of other inputs, or a damaged one, is emptied."""
 
     def __init__(self, folder: Path, key: str) -> None:
         self.folder = folder
-        held = json.loads((folder / _KEY).read_bytes()) if (folder / _KEY).is_file() else None
-        if held != {"key": key}:
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir(parents=True)
-            write_atomic(folder / _KEY, canonical_json({"key": key}))
         for left in folder.rglob(".*.tmp"):  # of a killed run; the artifact's lock keeps another run out
             left.unlink()
+        if read_kept(folder / _KEY, key) != _LAYOUT or not self._whole():
+            shutil.rmtree(folder, ignore_errors=True)
+            write_kept(folder / _KEY, key, _LAYOUT)
+
+    def _whole(self) -> bool:
+        """Whether every tensor there is the one that was written."""
+        try:
+            for path in sorted(self.folder.rglob("*.safetensors")):
+                for name in _names(path):
+                    _load(path, name)
+        except DamagedWorkError:
+            return False
+        return True
 
     def put_hidden(self, stream: str, layer: int, batch: int, hidden: torch.Tensor) -> None:
         _save(self._hidden(stream, layer, batch), {"hidden": hidden})
 
     def hidden(self, stream: str, layer: int, batch: int) -> torch.Tensor:
         """Float32 [b, s, h], in memory of its own."""
-        return _load(self._hidden(stream, layer, batch))["hidden"].clone()
+        return _load(self._hidden(stream, layer, batch), "hidden").clone()
 
     def has_hidden(self, stream: str, layer: int, batch: int = 0) -> bool:
         return self._hidden(stream, layer, batch).is_file()
@@ -70,13 +92,11 @@ class LayerStore:
         return self._place(kind, layer).is_file()
 
     def names(self, kind: str, layer: int) -> list[str]:
-        with safe_open(self._place(kind, layer), framework="pt") as file:
-            return list(file.keys())
+        return _names(self._place(kind, layer))
 
     def get(self, kind: str, layer: int, name: str) -> torch.Tensor:
-        """One tensor, mapped from its file."""
-        with safe_open(self._place(kind, layer), framework="pt") as file:
-            return file.get_tensor(name)
+        """One tensor, mapped from its file. DamagedWorkError when it is not the one that was put there."""
+        return _load(self._place(kind, layer), name)
 
     def _place(self, kind: str, layer: int) -> Path:
         return self.folder / f"{kind}-{layer:05d}.safetensors"
@@ -144,9 +164,11 @@ class LayerBatches(Sequence[torch.Tensor]):
 
 
 def _save(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write beside the place, flush, rename; each tensor's seal goes into the file's metadata."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    save_file({name: tensor.detach().contiguous() for name, tensor in tensors.items()}, temporary)
+    plain = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    save_file(plain, temporary, metadata={name: _seal(path, name, tensor) for name, tensor in plain.items()})
     descriptor = os.open(temporary, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -155,6 +177,38 @@ def _save(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     temporary.replace(path)
 
 
-def _load(path: Path) -> dict[str, torch.Tensor]:
-    with safe_open(path, framework="pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+def _seal(path: Path, name: str, tensor: torch.Tensor) -> str:
+    """sha256 over where a tensor belongs, what it is, and its bytes (which are not copied)."""
+    about = [path.parent.name, path.name, name, str(tensor.dtype), list(tensor.shape)]
+    found = hashlib.sha256(canonical_json(about))
+    found.update(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+    return found.hexdigest()
+
+
+def _names(path: Path) -> list[str]:
+    """The tensors that were written; DamagedWorkError when the file holds others."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            names, sealed = list(file.keys()), set(file.metadata() or {})
+    except (OSError, SafetensorError) as error:
+        raise _damaged(path, str(error)) from error
+    if set(names) != sealed:
+        raise _damaged(path, f"{min(set(names) ^ sealed)} is not both there and sealed")
+    return names
+
+
+def _load(path: Path, name: str) -> torch.Tensor:
+    """One tensor, mapped from its file, once its seal has been compared."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensor, seal = file.get_tensor(name), (file.metadata() or {}).get(name)
+    except (OSError, SafetensorError) as error:
+        raise _damaged(path, str(error)) from error
+    if seal != _seal(path, name, tensor):
+        raise _damaged(path, f"{name} is not as it was written")
+    return tensor
+
+
+def _damaged(path: Path, why: str) -> DamagedWorkError:
+    return DamagedWorkError(f"{path.name} of the calibration's work folder is damaged: {why}",
+                            "Run the same command again: it begins anew. Should it come back, look at the disk.")

@@ -76,6 +76,12 @@ class CalibrationPlan(Frozen):
     warnings: tuple[str, ...]
 
     @property
+    def basis(self) -> str:
+        """What the plan was made from."""
+        return "config.json and the headers of the weight files" if self.weights_here else (
+            "config.json alone: there are no weights here, and nothing says that there should be")
+
+    @property
     def schemes(self) -> dict[str, Scheme]:
         """Module name -> Scheme of every matched module."""
         return {module.name: module.scheme for module in self.modules if module.scheme is not None}
@@ -107,7 +113,7 @@ def make_plan(model: str | Path, recipe: Recipe, kv_cache: KvChoice = "bf16", *,
     outline = outline_of(folder)
     config, layers = outline.config, int(outline.config["num_hidden_layers"])
     family = family_of(config, str(folder))
-    if outline.weights or (folder / "tokenizer.json").is_file():
+    if outline.weights:
         check_vocabulary(Tokenizer.open(folder), config["vocab_size"])
     check_heads(config, tp)
     shapes = _linear_shapes(outline, family)
@@ -130,7 +136,7 @@ def make_plan(model: str | Path, recipe: Recipe, kv_cache: KvChoice = "bf16", *,
         memory_bytes=working_bytes(sizes, recipe, length, layerwise=by_layer), memory_bound_bytes=bound,
         disk_free_bytes=None if out is None else free_bytes(out), seconds=None,
         loaders=loaders(layout, next((one.scheme for one in modules if one.scheme and one.name != HEAD), None)),
-        warnings=_warnings(recipe, group, grid, modules, tied, outline.weights))
+        warnings=_warnings(recipe, group, grid, modules, tied))
 
 
 def check_disk(plan: CalibrationPlan) -> None:
@@ -220,10 +226,8 @@ def _work_bytes(sizes: Sizes, recipe: Recipe, length: int) -> int:
 
 
 def _warnings(recipe: Recipe, group: int | None, source_grid: str | None, modules: tuple[ModulePlan, ...],
-              tied: bool, weights: bool) -> tuple[str, ...]:
+              tied: bool) -> tuple[str, ...]:
     found = []
-    if not weights:
-        found.append("there are no weights here: planned from config.json alone")
     if reason := obstacle(recipe):
         found.append(f"it will be refused here: {reason}")
     head = next((module for module in modules if module.name == HEAD and module.scheme is not None), None)

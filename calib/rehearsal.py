@@ -2,15 +2,18 @@
 
 A laptop and a server differ by a hundred, and a recipe's cost is no formula (a search multiplies every weight once per
 candidate and batch, a rounding is memory bound, a product is not). So the stage itself is run, in a fresh process, with
-the recipe, rows and length that are planned, on Llamas of one and four layers and with a small and a large vocabulary:
+the recipe, rows and length that are planned, on four small Llamas: of one layer, of four, of four narrow ones, and of
+one layer with a large vocabulary. Three differences between them give
 
-    seconds = fixed + per_weight * weights of all layers + per_head * vocabulary * hidden
+    seconds = fixed + per_layer * layers + per_weight * weights of all layers + per_head * vocabulary * hidden
 
-The first run's excess over the second is what a process pays once (imports, first calls). The peak of anonymous memory,
-less what ``calib/estimates.py`` says of so small a model, is what the libraries take. What a recipe keeps
-in bf16 is counted as if it were quantized; for ``protect``, whose cost grows with the square of the layers, no time is
-said. The result is kept
-under a key of everything it depends on: recipe, sizes, processor, threads, package versions and this package's sources.
+A layer's own cost (building it, its quantizers, its files) must not be taken for its weights': layer by layer that is
+a good part of a small layer's time, and would be multiplied by thirty for the layers of an 8B model. The first run's
+excess over the second is what a process pays once (imports, first calls). The peak of anonymous memory,
+less what ``calib/estimates.py`` says of so small a model, is what the libraries take. What a recipe keeps in bf16 is
+counted as if it were quantized; for ``protect``, whose cost grows with the square of the layers, no time is said. The
+result is kept under a key of everything it depends on: recipe, sizes, processor, threads, package versions and this
+package's sources.
 """
 
 from __future__ import annotations
@@ -22,15 +25,17 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from calib.artifact import Artifact, canonical_json, installed_versions, sha256_hex, write_atomic
+from calib.artifact import Artifact, canonical_json, installed_versions, sha256_hex
 from calib.calibrate import quantize
 from calib.errors import ENVIRONMENT, CalibError
 from calib.estimates import working_bytes
+from calib.kept import read_kept, write_kept
 from calib.plan import CalibrationPlan, make_plan
 from calib.random_model import Shape, calibration_set, sentences, write_model
 from calib.recipe import Recipe
@@ -48,17 +53,19 @@ class RehearsalError(CalibError):
 
 
 class Rehearsal(Frozen):
-    """Seconds once, per weight of a layer and per element of the head; bytes that the libraries take."""
+    """Seconds once, per layer, per weight of a layer and per element of the head; bytes that the libraries take."""
 
     fixed: float
+    per_layer: float
     per_weight: float
     per_head: float
     base_bytes: int
     took: float
 
 
-def _shape(layers: int, vocab: int) -> Shape:
-    return Shape(hidden=768, inter=2048, layers=layers, heads=12, kv_heads=4, vocab=vocab)
+_ONE = Shape(hidden=768, inter=2048, layers=1, heads=12, kv_heads=4, vocab=512)
+SHAPES = {"one": _ONE, "four": replace(_ONE, layers=4), "wide": replace(_ONE, vocab=8192),
+          "narrow": replace(_ONE, hidden=256, inter=512, heads=4, layers=4)}
 
 
 def estimate(plan: CalibrationPlan, rows: int, length: int, cache: Path | None = None) -> CalibrationPlan:
@@ -66,7 +73,8 @@ def estimate(plan: CalibrationPlan, rows: int, length: int, cache: Path | None =
     found = rehearsal_of(plan, min(rows, plan.recipe.rows), length, cache)
     head = next((module.shape for module in plan.modules if module.name == "lm_head"), (0, 0))
     weights = sum(module.shape[0] * module.shape[1] for module in plan.modules if ".layers." in module.name)
-    seconds = found.fixed + found.per_weight * weights + found.per_head * head[0] * head[1]
+    seconds = (found.fixed + found.per_layer * plan.num_layers + found.per_weight * weights
+               + found.per_head * head[0] * head[1])
     memory = found.base_bytes + working_bytes(plan.sizes, plan.recipe, length, layerwise=plan.layerwise)
     return plan.model_copy(update={"seconds": None if plan.recipe.protect else round(seconds, 1),
                                    "memory_bytes": memory})
@@ -79,18 +87,18 @@ def _asked(plan: CalibrationPlan, rows: int, length: int) -> dict[str, Any]:
             "layerwise": plan.layerwise}
 
 
-def kept_at(plan: CalibrationPlan, rows: int, length: int, cache: Path) -> Path:
-    """Where the rehearsal of a plan is kept: named by everything that it depends on."""
+def kept_at(plan: CalibrationPlan, rows: int, length: int, cache: Path) -> tuple[Path, str]:
+    """Where the rehearsal of a plan is kept, and the key that names everything that it depends on."""
     key = sha256_hex(canonical_json({**_asked(plan, rows, length), "machine": _machine(),
                                      "versions": installed_versions(), "sources": _sources()}))
-    return cache / f"{key[:24]}.json"
+    return cache / f"{key[:24]}.json", key
 
 
 def rehearsal_of(plan: CalibrationPlan, rows: int, length: int, cache: Path | None) -> Rehearsal:
     """Found in ``cache``, or made now (some seconds). RehearsalError when it cannot be made."""
     kept = None if cache is None else kept_at(plan, rows, length, cache)
-    if kept is not None and kept.is_file():
-        return Rehearsal.model_validate_json(kept.read_bytes())
+    if kept is not None and (values := read_kept(*kept)):
+        return Rehearsal.model_validate(values)
     done = subprocess.run([sys.executable, "-m", MODULE, canonical_json(_asked(plan, rows, length)).decode()],
                           text=True, capture_output=True, cwd=Path(__file__).resolve().parent.parent)
     if done.returncode:
@@ -98,8 +106,7 @@ def rehearsal_of(plan: CalibrationPlan, rows: int, length: int, cache: Path | No
         raise RehearsalError(f"the rehearsal of {plan.recipe.name} failed: {last}", "Plan with --no-rehearse.")
     found = Rehearsal.model_validate_json(done.stdout.splitlines()[-1])
     if kept is not None:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(kept, canonical_json(found.model_dump()))
+        write_kept(*kept, found.model_dump())
     return found
 
 
@@ -126,26 +133,34 @@ def _rehearse(recipe: Recipe, kv: Any, rows: int, length: int, layerwise: bool) 
     mode: Literal["on", "off"] = "on" if layerwise else "off"
     with tempfile.TemporaryDirectory() as folder:
         work = Path(folder)
-        shapes = {"one": _shape(1, 512), "four": _shape(4, 512), "wide": _shape(1, 8192)}
-        models = {name: write_model(work / name, shape, 2**30) for name, shape in shapes.items()}
+        models = {name: write_model(work / name, shape, 2**30) for name, shape in SHAPES.items()}
         sets = {name: calibration_set(model, work / f"{name}-set", rows, length) for name, model in models.items()}
         times: list[float] = []
         peak = 0
-        for index, name in enumerate(("one", "one", "four", "wide")):
+        for index, name in enumerate(("one", "one", "four", "wide", "narrow")):
             start = time.perf_counter()
             made = quantize(models[name], recipe, work / f"out-{index}", kv_cache=kv, calibration=sets[name],
                             choose_texts=sentences(2, 60), layerwise=mode)
             times.append(time.perf_counter() - start)
             if index == 1 and isinstance(made.artifact, Artifact):
                 peak = json.loads(made.artifact.file("calibration.json").read_text())["peak_anonymous_bytes"] or 0
-        first, one, four, wide = times
         sizes = make_plan(models["one"], recipe, kv).sizes
-    per_weight = max(0.0, four - one) / (3 * shapes["one"].layer_parameters)
-    per_head = max(0.0, wide - one) / ((8192 - 512) * 768)
-    fixed = max(0.0, first - per_weight * shapes["one"].layer_parameters - per_head * 512 * 768)
     base = max(0, peak - working_bytes(sizes, recipe, length, layerwise=layerwise))
-    return Rehearsal(fixed=fixed, per_weight=per_weight, per_head=per_head, base_bytes=base,
-                     took=round(time.perf_counter() - began, 2))
+    return Rehearsal(**_costs(*times), base_bytes=base, took=round(time.perf_counter() - began, 2))
+
+
+def _costs(first: float, one: float, four: float, wide: float, narrow: float) -> dict[str, float]:
+    """The four costs from the seconds of the five runs. A difference that came out negative is noise: no cost."""
+    of, slim = SHAPES["one"], SHAPES["narrow"]
+    head, slim_head = of.vocab * of.hidden, slim.vocab * slim.hidden
+    per_head = max(0.0, wide - one) / (SHAPES["wide"].vocab * of.hidden - head)
+    layer = max(0.0, four - one) / 3  # of this width, its own cost and its weights'
+    shrunk = max(0.0, four - narrow - per_head * (head - slim_head)) / 4
+    per_weight = shrunk / (of.layer_parameters - slim.layer_parameters)
+    per_layer = max(0.0, layer - per_weight * of.layer_parameters)
+    per_weight = (layer - per_layer) / of.layer_parameters
+    return {"fixed": max(0.0, first - layer - per_head * head), "per_layer": per_layer, "per_weight": per_weight,
+            "per_head": per_head}
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 import itertools
 import multiprocessing
 import os
+import shutil
 import signal
 
 import pytest
@@ -60,6 +61,17 @@ def _killed_while_writing(model, recipe, calibration, choose, out):
         os.kill(os.getpid(), signal.SIGKILL)
     CompressedTensorsLayout.write = deadly
     quantize(model, recipe, out, kv_cache="fp8", calibration=calibration, choose_texts=choose, layerwise="on")
+
+
+def _killed_behind_layer_0(model, recipe, calibration, out):
+    save_one = layer_store._save
+
+    def deadly(path, tensors):
+        save_one(path, tensors)
+        if path.name == "layer-00000.safetensors":
+            os.kill(os.getpid(), signal.SIGKILL)
+    layer_store._save = deadly
+    quantize(model, recipe, out, kv_cache="fp8", calibration=calibration, layerwise="on")
 
 
 def _dies(target, *args):
@@ -123,3 +135,60 @@ def test_other_shapes_of_the_family(calibration, choose, tmp_path, changes):
     made = [quantize(folder, load_recipe("int8"), tmp_path / how, calibration=calibration, choose_texts=choose,
                      layerwise=how).digest for how in ("off", "on")]
     assert made[0] == made[1]
+
+
+def _flipped(path, where):
+    data = bytearray(path.read_bytes())
+    data[where] ^= 1
+    path.write_bytes(data)
+
+
+def _first(work, pattern):
+    return min(work.glob(pattern))
+
+
+DAMAGE = {"a bit of a finished layer": lambda work: _flipped(work / "layer-00000.safetensors", -3),
+          "a bit of a header": lambda work: _flipped(work / "layer-00000.safetensors", 20),
+          "a bit of hidden states": lambda work: _flipped(_first(work, "hidden-00001/data*"), -3),
+          "a cut file": lambda work: os.truncate(work / "layer-00000.safetensors", 3000),
+          "an empty file": lambda work: os.truncate(_first(work, "hidden-00001/data*"), 0),
+          "a file of another place": lambda work: shutil.copy(max(work.glob("hidden-00001/data*")),
+                                                              _first(work, "hidden-00001/data*")),
+          "another key": lambda work: (work / "inputs.json").write_text('{"key": "k"}'),
+          "no JSON": lambda work: (work / "inputs.json").write_bytes(b"[" * 100_000),
+          "a bit of the key's file": lambda work: _flipped(work / "inputs.json", 20)}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damaged_work_is_not_believed(tmp_path, damage):
+    work, store = tmp_path / "work", layer_store.LayerStore(tmp_path / "work", "k")
+    for batch in range(2):
+        store.put_hidden("data-1", 1, batch, torch.randn(2, 3, 4))
+    store.put("layer", 0, {"a.weight": torch.randn(40, 40, dtype=torch.bfloat16), "a.weight_scale": torch.tensor(2.0)})
+    assert layer_store.LayerStore(work, "k").has("layer", 0)
+    DAMAGE[damage](work)
+    again = layer_store.LayerStore(work, "k")
+    assert not again.has("layer", 0)
+    assert not again.has_hidden("data-1", 1)
+
+
+def test_a_run_over_damaged_work_gives_the_same_digest(deeper, calibration, tmp_path):
+    out = tmp_path / "out"
+    whole = quantize(deeper, load_recipe("fp8"), tmp_path / "whole", kv_cache="fp8", calibration=calibration,
+                     layerwise="off")
+    _dies(_killed_behind_layer_0, deeper, load_recipe("fp8"), calibration, out)
+    _flipped(tmp_path / ".out.work" / "layers" / "layer-00000.safetensors", -3)
+    made = quantize(deeper, load_recipe("fp8"), out, kv_cache="fp8", calibration=calibration, layerwise="on")
+    assert made.digest == whole.digest
+
+
+def test_a_tensor_that_changes_under_a_run_is_named(tmp_path):
+    store = layer_store.LayerStore(tmp_path / "work", "k")
+    store.put("layer", 3, {"a.weight": torch.arange(6, dtype=torch.bfloat16), "a.weight_scale": torch.tensor(2.0)})
+    assert set(store.names("layer", 3)) == {"a.weight", "a.weight_scale"}
+    assert store.get("layer", 3, "a.weight_scale").item() == 2
+    _flipped(tmp_path / "work" / "layer-00003.safetensors", -1)  # safetensors puts the wider dtype first
+    assert store.get("layer", 3, "a.weight_scale").item() == 2
+    with pytest.raises(layer_store.DamagedWorkError, match=r"a\.weight is not as it was written"):
+        store.get("layer", 3, "a.weight")
+    assert not layer_store.LayerStore(tmp_path / "work", "k").has("layer", 3)

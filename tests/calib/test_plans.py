@@ -9,6 +9,7 @@ from calib import rehearsal
 from calib.calibrate import quantize
 from calib.errors import CalibError
 from calib.formats.hf import MissingWeightsError
+from calib.kept import read_kept, write_kept
 from calib.parallel import ShardingError
 from calib.plan import make_plan
 from calib.recipe import load_recipe
@@ -38,7 +39,7 @@ def test_config_json_alone_will_do(eight):
     plan = make_plan(eight, load_recipe("fp8"), memory=16 * 10**9)
     assert plan.parameters == 8_030_261_248  # the published count
     assert not plan.weights_here
-    assert any("config.json alone" in line for line in plan.warnings)
+    assert plan.basis.startswith("config.json alone")
     linear = 32 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 14336)
     payload = linear + 2 * (8_030_261_248 - linear) + 2 * 4 * 7 * 32
     assert payload < plan.size_bytes < payload + 2**17
@@ -53,6 +54,28 @@ def test_it_is_as_exact_as_with_weights(model_folder, tmp_path):
         with_weights, without = (make_plan(folder, load_recipe(recipe)) for folder in (model_folder, bare))
         assert without.size_bytes == with_weights.size_bytes
         assert without.modules == with_weights.modules
+
+
+@pytest.mark.parametrize("left", ["model.safetensors/", "model.safetensors.index.json/", "tokenizer.json",
+                                  "model-00001-of-00002.safetensors", "pytorch_model.bin", "weights.gguf"])
+def test_what_says_that_weights_were_lost_is_no_config_alone(eight, tmp_path, left):
+    folder = config_only(tmp_path / "m", LLAMA_8B)
+    if left.endswith("/"):
+        (folder / left).mkdir()
+    else:
+        (folder / left).write_bytes(b"")
+    with pytest.raises(MissingWeightsError, match=left.rstrip("/")) as error:
+        make_plan(folder, load_recipe("fp8"))
+    assert "config.json alone" in error.value.hint
+    assert "\n" not in error.value.message + error.value.hint
+
+
+def test_an_index_without_its_shards_names_the_shard(tmp_path):
+    folder = config_only(tmp_path / "m", LLAMA_8B)
+    placed = {"lm_head.weight": "model-00001-of-00001.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": placed}))
+    with pytest.raises(MissingWeightsError, match=r"model-00001-of-00001\.safetensors is missing"):
+        make_plan(folder, load_recipe("fp8"))
 
 
 def test_a_model_without_weights_is_not_calibrated(model_folder, calibration, tmp_path):
@@ -133,28 +156,41 @@ def test_a_rehearsal_is_kept_by_what_it_depends_on(model_folder, tmp_path, monke
     first = estimate(plan, 2, 32, tmp_path)
     assert first.seconds > 0
     assert first.memory_bytes > plan.memory_bytes
-    [kept] = tmp_path.glob("*.json")
-    held = Rehearsal.model_validate_json(kept.read_bytes())
-    kept.write_text(held.model_copy(update={"fixed": 1000.0}).model_dump_json())
+    [path] = tmp_path.glob("*.json")
+    kept = rehearsal.kept_at(plan, 2, 32, tmp_path)
+    assert kept[0] == path
+    held = Rehearsal.model_validate(read_kept(*kept))
+    write_kept(*kept, held.model_copy(update={"fixed": 1000.0}).model_dump())
     assert estimate(plan, 2, 32, tmp_path).seconds >= 1000
+    path.write_bytes(path.read_bytes().replace(b"1000.0", b"1001.0"))  # not what was sealed: rehearsed again
+    monkeypatch.setattr(rehearsal, "MODULE", "calib.no_such_module")
+    with pytest.raises(RehearsalError, match="no_such_module"):
+        estimate(plan, 2, 32, tmp_path)
     monkeypatch.setattr(rehearsal, "_sources", lambda: "other")
     assert rehearsal.kept_at(plan, 2, 32, tmp_path) != kept
 
 
+def test_costs_are_told_apart():
+    """Seconds that follow the law exactly give its four costs back; noise gives no negative ones."""
+    def seconds(name):
+        shape = rehearsal.SHAPES[name]
+        return (2.0 + 0.25 * shape.layers + 3e-8 * shape.layers * shape.layer_parameters
+                + 1e-7 * shape.vocab * shape.hidden)
+
+    one, four, wide, narrow = (seconds(name) for name in ("one", "four", "wide", "narrow"))
+    found = rehearsal._costs(one + 5, one, four, wide, narrow)
+    assert found == pytest.approx({"fixed": 7.0, "per_layer": 0.25, "per_weight": 3e-8, "per_head": 1e-7})
+    for noisy in ((1.0, 2.0, 1.5, 1.0, 3.0), (5.0, 2.0, 3.0, 2.5, 0.1)):
+        assert min(rehearsal._costs(*noisy).values()) >= 0
+
+
 def test_a_time_that_cannot_be_rehearsed_is_not_said(model_folder, tmp_path, monkeypatch):
     (tmp_path / "r.yaml").write_text("extends: fp8\nname: r\nprotect: 1\n")
-    plan = make_plan(model_folder, load_recipe(tmp_path / "r.yaml"))
-    held = Rehearsal(fixed=1.0, per_weight=1.0, per_head=0.0, base_bytes=5, took=1.0)
+    plan = make_plan(model_folder, load_recipe(tmp_path / "r.yaml"), length=32)
+    held = Rehearsal(fixed=1.0, per_layer=1.0, per_weight=1.0, per_head=0.0, base_bytes=5, took=1.0)
     monkeypatch.setattr(rehearsal, "rehearsal_of", lambda *args: held)
     assert estimate(plan, 2, 32).seconds is None
     assert estimate(plan, 2, 32).memory_bytes == plan.memory_bytes + 5
-
-
-def test_a_rehearsal_that_fails_says_why(model_folder, monkeypatch):
-    plan = make_plan(model_folder, load_recipe("bf16"))
-    monkeypatch.setattr(rehearsal, "MODULE", "calib.no_such_module")
-    with pytest.raises(RehearsalError, match="no_such_module"):
-        estimate(plan, 2, 32)
 
 
 def test_a_tied_and_an_untied_model_are_counted_alike(tmp_path):

@@ -23,8 +23,10 @@ def register(app: typer.Typer) -> None:
         """Say what calibrating would do. Nothing is calibrated.
 
         Coverage module by module, group sizes, cuts over devices, bytes on disk, time, memory, and which runtimes can
-        load the result. The model's weights may be missing: config.json alone will do.
+        load the result. A folder with config.json alone will do: no weights, no tokenizer.
         """
+        from rich.text import Text
+
         from calib.plan import make_plan
         from calib.recipe import explain, load_recipe
         from toolkit.making import model_folder
@@ -46,5 +48,6 @@ def register(app: typer.Typer) -> None:
             found = estimate(found, rows, length, session.home.path / "rehearsals")
         settings = explain(recipe) if explained else []
         origins = {"origins": {setting.key: setting.origin for setting in settings}} if explained else {}
-        session.show(found.model_dump(mode="json") | origins, [str(folder)], *plan_parts(found, rehearsed),
+        lead = [] if found.weights_here else [Text(f"planned from {found.basis}", style="yellow")]
+        session.show(found.model_dump(mode="json") | origins, [str(folder)], *lead, *plan_parts(found, rehearsed),
                      *recipe_parts(settings)[:explained])
