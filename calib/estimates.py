@@ -33,9 +33,9 @@ class Sizes(Frozen):
     result_bytes: int
 
 
-def activation_bytes(sizes: Sizes, length: int) -> int:
-    """One batch inside a layer, float32: hidden states, attention and MLP."""
-    return 4 * BATCH_ROWS * length * (6 * sizes.hidden + 3 * sizes.inter)
+def activation_bytes(sizes: Sizes, rows: int, length: int) -> int:
+    """One batch inside a layer, float32: hidden states, attention and MLP. ``rows``: of the whole calibration."""
+    return 4 * min(BATCH_ROWS, rows) * length * (6 * sizes.hidden + 3 * sizes.inter)
 
 
 def working_bytes(sizes: Sizes, recipe: Recipe, length: int, *, layerwise: bool) -> int:
@@ -48,7 +48,7 @@ def working_bytes(sizes: Sizes, recipe: Recipe, length: int, *, layerwise: bool)
     scratch = 4 * 4 * sizes.largest
     written = min(sizes.result_bytes, SHARD_BYTES)
     weights = 4 * (sizes.layer_parameters if layerwise else sizes.parameters)
-    return max(weights + activation_bytes(sizes, length) + scratch, weights + logits, weights + written)
+    return max(weights + activation_bytes(sizes, recipe.rows, length) + scratch, weights + logits, weights + written)
 
 
 def available_bytes() -> int | None:

@@ -70,12 +70,14 @@ SHAPES = {"one": _ONE, "four": replace(_ONE, layers=4), "wide": replace(_ONE, vo
 
 def estimate(plan: CalibrationPlan, rows: int, length: int, cache: Path | None = None) -> CalibrationPlan:
     """The plan with ``seconds`` and ``memory_bytes`` as this machine needs them. ``cache``: folder of rehearsals."""
-    found = rehearsal_of(plan, min(rows, plan.recipe.rows), length, cache)
+    rows = min(rows, plan.recipe.rows)
+    found = rehearsal_of(plan, rows, length, cache)
     head = next((module.shape for module in plan.modules if module.name == "lm_head"), (0, 0))
     weights = sum(module.shape[0] * module.shape[1] for module in plan.modules if ".layers." in module.name)
     seconds = (found.fixed + found.per_layer * plan.num_layers + found.per_weight * weights
                + found.per_head * head[0] * head[1])
-    memory = found.base_bytes + working_bytes(plan.sizes, plan.recipe, length, layerwise=plan.layerwise)
+    recipe = plan.recipe.model_copy(update={"rows": rows})
+    memory = found.base_bytes + working_bytes(plan.sizes, recipe, length, layerwise=plan.layerwise)
     return plan.model_copy(update={"seconds": None if plan.recipe.protect else round(seconds, 1),
                                    "memory_bytes": memory})
 
@@ -145,7 +147,8 @@ def _rehearse(recipe: Recipe, kv: Any, rows: int, length: int, layerwise: bool) 
             if index == 1 and isinstance(made.artifact, Artifact):
                 peak = json.loads(made.artifact.file("calibration.json").read_text())["peak_anonymous_bytes"] or 0
         sizes = make_plan(models["one"], recipe, kv).sizes
-    base = max(0, peak - working_bytes(sizes, recipe, length, layerwise=layerwise))
+    working = working_bytes(sizes, recipe.model_copy(update={"rows": rows}), length, layerwise=layerwise)
+    base = max(0, peak - working)
     return Rehearsal(**_costs(*times), base_bytes=base, took=round(time.perf_counter() - began, 2))
 
 

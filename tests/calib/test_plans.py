@@ -8,6 +8,7 @@ from tiny_llamas import tiny_llama
 from calib import rehearsal
 from calib.calibrate import quantize
 from calib.errors import CalibError
+from calib.estimates import activation_bytes
 from calib.formats.hf import MissingWeightsError
 from calib.kept import read_kept, write_kept
 from calib.parallel import ShardingError
@@ -168,6 +169,12 @@ def test_a_rehearsal_is_kept_by_what_it_depends_on(model_folder, tmp_path, monke
         estimate(plan, 2, 32, tmp_path)
     monkeypatch.setattr(rehearsal, "_sources", lambda: "other")
     assert rehearsal.kept_at(plan, 2, 32, tmp_path) != kept
+
+
+def test_memory_counts_the_rows_of_one_batch(eight):
+    sizes = make_plan(eight, load_recipe("fp8")).sizes
+    few, batch, many = (activation_bytes(sizes, rows, 64) for rows in (2, 8, 512))
+    assert 4 * few == batch == many == 4 * 8 * 64 * (6 * 4096 + 3 * 14336)
 
 
 def test_costs_are_told_apart():
