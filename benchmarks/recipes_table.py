@@ -93,7 +93,9 @@ def _difference(better: Judged, worse: Judged) -> str:
     the interval is wider than a direct pairing's would be.)"""
     gap = worse.loss - better.loss
     noise = _HALF_WIDTH * ((better.delta_nll_se or 0.0)**2 + (worse.delta_nll_se or 0.0)**2)**0.5
-    return f"{gap:.3f} nats" + ("" if gap > noise else f", within the noise of {noise:.3f}")
+    if abs(gap) > noise:
+        return f"{gap:.3f} nats"
+    return f"nothing that can be told from noise ({gap:+.3f} ± {noise:.3f} nats)"
 
 
 def advice(rows: Sequence[Judged]) -> list[str]:
@@ -103,13 +105,14 @@ def advice(rows: Sequence[Judged]) -> list[str]:
     found = []
     if len(plain) > 1:
         best = " → ".join(f"`{row.name}` ({_megabytes(row):.0f} MB, {row.text()})" for row in frontier(plain))
-        found.append(f"No other recipe is both smaller and better than these, smallest first: {best}.")
+        found.append(f"No other measured recipe is both smaller and better than these, smallest first: {best}.")
     eight = sorted((row for row in plain if row.weight_dtype in _EIGHT), key=lambda row: row.loss)
     both = [row for row in eight if "A 16-bit" not in (row.scheme or "")]
     if len(eight) > 1 and len(both) > 1:
-        found.append(f"Eight bits: `{eight[0].name}` loses least ({eight[0].text()}); with activations in eight bits "
-                     f"too it is `{both[0].name}` ({both[0].text()}), and `{both[-1].name}` is last "
-                     f"({both[-1].text()}).")
+        too = ("its activations are in eight bits too" if both[0] is eight[0] else
+               f"with activations in eight bits too it is `{both[0].name}` ({both[0].text()})")
+        found.append(f"Eight bits: `{eight[0].name}` loses least ({eight[0].text()}); {too}. Of those, "
+                     f"`{both[-1].name}` is last ({both[-1].text()}), behind by {_difference(both[0], both[-1])}.")
     four = sorted((row for row in plain if row.weight_dtype == "int4"), key=lambda row: row.loss)
     if len(four) > 1:
         found.append(f"Four bits: `{four[0].name}` loses least ({four[0].text()}), ahead of `{four[1].name}` by "

@@ -28,13 +28,15 @@ def test_sentences_name_the_rows_that_the_figures_name():
     text = "\n".join(advice(ROWS))
     assert "`small` (90 MB, +0.200 ± 0.001) → `good` (160 MB, +0.010 ± 0.001)" in text
     assert "`good` loses least" in text
-    assert "too it is `int8` (+0.020 ± 0.001), and `int8_static` is last" in text
+    assert "too it is `int8` (+0.020 ± 0.001). Of those, `int8_static` is last (+0.500 ± 0.001), behind by 0.48" in text
     assert "ahead of `worse` by 0.100 nats;" in text
     assert "instead of one per token costs 0.480 nats, where" in text
     assert "`good`, 40.0 tokens/s, 2.00 times bf16's" in text
     changed = [ROWS[0], *(one.model_copy(update={"delta_nll": 0.021, "delta_nll_se": 0.01}) if one.name == "int8_static"
                           else one for one in ROWS[1:])]
-    assert "costs 0.001 nats, within the noise of 0.020" in "\n".join(advice(changed))
+    assert "costs nothing that can be told from noise (+0.001 ± 0.020 nats)" in "\n".join(advice(changed))
+    assert "`int8` loses least (+0.020 ± 0.001); its activations are in eight bits too. Of" in "\n".join(
+        advice([one for one in changed if one.name != "good"]))
 
 
 def test_a_single_row_gives_no_advice():
