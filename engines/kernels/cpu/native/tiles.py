@@ -97,7 +97,7 @@ class Tiles:
         lanes = None if scale is None else _lanes(scale.reshape(-1).expand(n), n)
         values = _whole_tiles(np.ascontiguousarray(weight.numpy()), n)
         exact = not (values.view(np.uint32) & 0xFFFF).any()
-        data = _bf16(values) if exact else _float(values)
+        data = _bf16(values) if exact else _input_by_input(values)
         return cls(Kind.BF16 if exact else Kind.FLOAT, n, k, data, data[0].nbytes, k, 4 * TILE, None, lanes, bias)
 
     @property
@@ -122,7 +122,7 @@ def _grouped(stored: Stored, n: int, k: int) -> tuple[Kind, Array, Array, Array 
         return _nibbles(stored, scales, n) if packs_nibbles(grid, k) else None
     if stored.zero is not None or stored.g_idx is not None:
         return None
-    data = _bytes(_whole_tiles(stored.codes.view(torch.int8).numpy(), n))
+    data = _input_by_input(_whole_tiles(stored.codes.view(torch.int8).numpy(), n))
     if grid.dtype == "fp8_e4m3":
         return Kind.FP8, data, _group_scales(scales * 256, None, n), None
     return Kind.INT8_WIDE, data, _group_scales(scales, None, n), None
@@ -194,9 +194,9 @@ def _bf16(values: Array) -> Array:
     return _laid((bits[:, 0] | (bits[:, 1] << 16)).transpose(0, 2, 1))
 
 
-def _float(values: Array) -> Array:
-    """float32 [n, k] -> [tiles, k, 16]."""
-    return _laid(values.reshape(-1, TILE, values.shape[1]).transpose(0, 2, 1))
+def _input_by_input(matrix: Array) -> Array:
+    """float32 or int8 codes [n, k] -> [tiles, k, 16]."""
+    return _laid(matrix.reshape(-1, TILE, matrix.shape[1]).transpose(0, 2, 1))
 
 
 def _int8(codes: Array) -> Array:
@@ -204,11 +204,6 @@ def _int8(codes: Array) -> Array:
     if codes.shape[1] % 2:
         codes = np.pad(codes, ((0, 0), (0, 1)))
     return _laid(codes.reshape(-1, 2, 8, codes.shape[1] // 2, 2).transpose(0, 3, 1, 2, 4))
-
-
-def _bytes(codes: Array) -> Array:
-    """int8 [n, k] of codes -> [tiles, k, 16]."""
-    return _laid(codes.reshape(-1, TILE, codes.shape[1]).transpose(0, 2, 1))
 
 
 def _int4(codes: Array) -> Array:
