@@ -130,16 +130,16 @@ def noise(sensitivity: Sensitivity, format: str) -> float:
 
 
 def recipe_text(format: str, kept: Sequence[int]) -> str:
-    """A recipe that extends the format's own and leaves those layers in 16 bits."""
+    """A recipe that extends the format's own and leaves those layers (at least one) in 16 bits."""
     content: dict[str, Any] = {"extends": format, "name": recipe_name(format, kept),
-                               "summary": f"{format} with {len(kept)} layers left in 16 bits, chosen by sensitivity"}
-    if kept:
-        content["keep"] = [f"model.layers.{layer}.*" for layer in sorted(kept)]
+                               "summary": f"{format} with {len(kept)} layer{'' if len(kept) == 1 else 's'} left in 16 "
+                                          "bits, chosen by sensitivity",
+                               "keep": [f"model.layers.{layer}.*" for layer in sorted(kept)]}
     return str(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
 
 
 def recipe_name(format: str, kept: Sequence[int]) -> str:
-    return f"{format}-keep-{'-'.join(map(str, sorted(kept)))}"[:60] if kept else f"{format}-all"
+    return f"{format}-keep-{'-'.join(map(str, sorted(kept)))}"[:60]
 
 
 def matrix(sensitivity: Sensitivity, measure: str) -> list[list[float | None]]:

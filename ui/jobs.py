@@ -225,11 +225,11 @@ def _past(here: Site) -> None:
             return
         number = st.number_input(f"Page of {pages}", 1, pages, 1, key="page", bind="query-params") if pages > 1 else 1
         found = table.list(PER_PAGE, (number - 1) * PER_PAGE)
-    lines = [{"state": f"{_SIGNS[work.state]} {work.state}", "job": work.id, "what": _title(work), "stage": work.stage,
-              "asked": work.asked[:16].replace("T", " "), "took": _took(work),
-              "exit": words.MISSING if work.exit_code is None else str(work.exit_code)}
-             for work in found]
+    lines = [{"state": f"{_SIGNS[work.state]} {work.state}", "what": _title(work), "took": _took(work),
+              "exit": words.MISSING if work.exit_code is None else str(work.exit_code), "stage": work.stage,
+              "asked": work.asked[:16].replace("T", " "), "job": work.id} for work in found]
     event = st.dataframe(lines, hide_index=True, width="stretch", key="all-jobs", on_select="rerun",
+                         column_config={"what": st.column_config.TextColumn(width=380)},  # or the rest is cut off
                          selection_mode="single-row")
     chosen = [found[row] for row in event["selection"]["rows"] if row < len(found)]
     name = chosen[0].id if chosen else None

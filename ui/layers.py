@@ -102,6 +102,11 @@ def _predicted(here: Site, sensitivity: Sensitivity, format: str, kept: list[int
     if len(kept) == len(sensitivity.layers):
         st.info("Every layer is left in 16 bits: that is the recipe bf16.")
         return
+    if not kept:
+        st.info(f"Nothing is left in 16 bits: that is the recipe {format}.")
+        st.code(f"toolkit quantize {sensitivity.model} --recipe {format} --out {format}", language=None,
+                wrap_lines=True)
+        return
     text, name = layers.recipe_text(format, kept), layers.recipe_name(format, kept)
     st.markdown("**The exact recipe**")
     st.code(text, language="yaml", wrap_lines=True)

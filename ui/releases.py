@@ -40,13 +40,14 @@ def page() -> None:
         rows = _rows(here)
         _approve(here, rows, held)
         _publish(here, target_name, rows, held)
-    releases, log = _read(target_name)
+    read = _read(target_name)
+    releases, log = read or ([], [])
     if releases:
         _aliases(releases, log)
         _list(releases)
         _roll_back(here, target_name, releases, log)
         _verify(target_name)
-    else:
+    elif read is not None:
         common.empty("Nothing has been released here yet", "A release is an engine with its card, evidence and "
                      "statement, under an alias. A person approves the engine on its passing verdict, and it is "
                      "published; here or by two commands.",
@@ -62,14 +63,16 @@ def _targets(here: Site) -> list[str]:
     return list(dict.fromkeys([*known, str(here.home.path / "releases")]))
 
 
-def _read(target: str) -> tuple[list[Release], list[AuditEntry]]:
+def _read(target: str) -> tuple[list[Release], list[AuditEntry]] | None:
+    """Releases and log of a target, empty where nothing was published; None, said why, where it cannot be read."""
     try:
         found = existing_target(target)
         return list_releases(found), read_audit(found)
     except ToolkitError as error:
-        if error.code != "release":
-            st.error(common.plain(f"{error.message}. {error.hint}"))
-        return [], []
+        if error.code == "release":
+            return [], []
+        st.error(common.plain(f"{error.message}. {error.hint}"))
+        return None
 
 
 def _rows(here: Site) -> list[tuple[str, Row]]:

@@ -187,3 +187,5 @@ def _verdicts(shown: Shown, selected: str | None) -> None:
                                "found": reason.found, "allowed": reason.allowed} for reason in reasons],
                              hide_index=True, width="stretch")
             st.caption(f"engine `{row.engine_digest}`")
+    if any(row.verdict not in (None, "BASELINE") for row in shown.rows):
+        st.caption(words.WIDER)

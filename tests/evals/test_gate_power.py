@@ -1,6 +1,7 @@
 """The power table of the gate, with fewer draws than the benchmark, and the gate on real reports end to end."""
 
 import copy
+import json
 from pathlib import Path
 
 import numpy as np
@@ -38,6 +39,21 @@ def test_power_table_holds(gate_power):
         shown = guide.split(f"| {title} |")[1].split("|")[:2]
         for label, text in zip(("no loss", "margin+2"), shown, strict=True):
             assert cells[f"{name}: {label}, n=1600, flips=5%"].value == pytest.approx(float(text), abs=0.012)
+
+
+def test_the_guide_shows_what_the_kept_figures_say():
+    """To the last digit; and a figure is kept once."""
+    kept = json.loads((ROOT / "docs" / "benchmarks" / "gate-power.json").read_text())["cells"]
+    cells = {cell["name"]: cell["value"] for cell in kept}
+    assert len(cells) == len(kept)
+    guide = (ROOT / "docs" / "gate.md").read_text()
+    rows = {"paired (this gate)": "paired: {}, looks=200/400/800/1600, flips=5%, margin=2"} | {
+        title: name + ": {}, n=1600, flips=5%" for title, name in (
+            ("TensorRT-LLM's", "TensorRT-LLM"), ("Wilson against 92 %", "vLLM Wilson"),
+            ("99 % of the reference", "MLPerf 99%"), ("92 % of the reference", "vLLM rtol 8%"))}
+    for title, name in rows.items():
+        shown = [text.strip() for text in guide.split(f"| {title} |")[1].split("|")[:2]]
+        assert shown == [f"{cells[name.format(what)]:.3f}" for what in ("no loss", "margin+2")], title
 
 
 def test_simulated_counts_have_the_asked_loss_and_flips(gate_power):

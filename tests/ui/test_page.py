@@ -5,6 +5,7 @@ import tomllib
 import pytest
 
 from toolkit.home import Home
+from toolkit.report import words
 from toolkit.report.style import DARK, LIGHT
 from toolkit.store import RunStore, StoredRow
 from ui.__main__ import flags
@@ -31,6 +32,10 @@ def test_without_constraints_the_recommendation_is_the_command_lines(open_page, 
     from ui.common import plain
 
     assert plain(recommendation(report_rows)) in [element.value for element in open_page(stored_home).markdown]
+
+
+def test_verdicts_say_why_their_intervals_are_wider(open_page, stored_home):
+    assert words.WIDER in [caption.value for caption in open_page(stored_home).caption]
 
 
 def test_sliders_lead_to_another_engine_with_its_reason(open_page, stored_home):

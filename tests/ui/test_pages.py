@@ -204,11 +204,14 @@ def test_a_layer_is_raised_and_the_recipe_follows(open_page, tmp_path):
     page = open_page(home, "layers", format="int4_awq")
     assert not page.exception
     assert page.metric[0].value == "+0.0500"
+    assert "that is the recipe int4" in shown_text(page), "and no recipe of its own that keeps nothing"
+    assert [code.value for code in page.code] == ["toolkit quantize tiny --recipe int4_awq --out int4_awq"]
     page.multiselect(key="kept").set_value([3]).run()
     assert page.metric[0].value == "+0.0300"
     assert page.metric[1].value == "3.59 kB"
     recipe = tmp_path / "int4_awq-keep-3.yaml"
     recipe.write_text(page.code[0].value)
+    assert "with 1 layer left" in page.code[0].value
     assert load_recipe(recipe).keep == ("model.layers.3.*",)
     assert page.code[1].value == "toolkit quantize tiny --recipe int4_awq-keep-3.yaml --out int4_awq-keep-3"
 
@@ -347,6 +350,18 @@ def test_approve_publish_and_roll_back(open_page, own_home):
     assert (last.action, last.detail["reason"]) == ("rollback", "p99 doubled")
     press(page, "Verify every byte")
     assert "all as released" in shown_text(page)
+
+
+def test_a_target_that_cannot_be_read_is_not_called_empty(open_page, tmp_path):
+    home = Home(tmp_path / "home")
+    assert "Nothing has been released here yet" in shown_text(open_page(home, "releases"))
+    folder = home.path / "releases"
+    (folder / "blobs" / "sha256").mkdir(parents=True)
+    (folder / "index.json").write_text("{")
+    page = open_page(home, "releases")
+    assert not page.exception
+    assert len(page.error) == 1
+    assert "Nothing has been released here yet" not in shown_text(page)
 
 
 def test_an_approval_is_shown_and_withdrawn(open_page, own_home):

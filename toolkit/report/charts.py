@@ -85,8 +85,9 @@ def _point(row: Any, position: int, x: Axis, y: Axis, palette: Palette, place: s
 #: Where a label may stand, the best first, as (plotly's word, horizontal and vertical direction).
 _PLACES = (("top right", 1, 1), ("bottom right", 1, -1), ("top left", -1, 1), ("bottom left", -1, -1),
            ("top center", 0, 1), ("bottom center", 0, -1))
-#: Size of a letter, of a line and of the gap to the point, as shares of the plot's width and height.
-_LETTER, _LINE, _GAP = 0.0125, 0.055, 0.03
+#: Size of a letter (on a desk, on a phone), of a line and of the gap to the point, as shares of the plot's width and
+#: height. The server does not know how wide the plot will be drawn, so a place has to do for both.
+_LETTERS, _LINE, _GAP = (0.0125, 0.028), 0.055, 0.03
 
 
 def _label_places(shown: pandas.DataFrame, x: Axis, y: Axis) -> dict[str, str]:
@@ -96,39 +97,46 @@ def _label_places(shown: pandas.DataFrame, x: Axis, y: Axis) -> dict[str, str]:
     height = (shown[y.key].max() - shown[y.key].min()) or 1.0
     points = {row["engine_digest"]: ((row[x.key] - left) / width, (row[y.key] - shown[y.key].min()) / height)
               for _, row in shown.iterrows()}
-    taken = [(px - 0.012, px + 0.012, py - 0.02, py + 0.02) for px, py in points.values()]
-    taken += [((row[f"{x.key}_low"] - left) / width, (row[f"{x.key}_high"] - left) / width,
-               points[row["engine_digest"]][1] - 0.01, points[row["engine_digest"]][1] + 0.01)
-              for _, row in shown.iterrows() if f"{x.key}_low" in row and row[f"{x.key}_low"] == row[f"{x.key}_low"]]
+    fixed = [(px - 0.012, px + 0.012, py - 0.02, py + 0.02) for px, py in points.values()]
+    for _, row in shown.iterrows():
+        px, py = points[row["engine_digest"]]
+        if (low := row.get(f"{x.key}_low")) is not None and low == low:
+            fixed.append(((low - left) / width, (row[f"{x.key}_high"] - left) / width, py - 0.01, py + 0.01))
+        if (low := row.get(f"{y.key}_low")) is not None and low == low:
+            low, high = ((row[f"{y.key}_{end}"] - shown[y.key].min()) / height for end in ("low", "high"))
+            fixed.append((px - 0.008, px + 0.008, low, high))
+    taken = {letter: list(fixed) for letter in _LETTERS}
     found = {}
     for _, row in shown.iterrows():
         px, py = points[row["engine_digest"]]
-        boxes = [(place, _box(px, py, across, up, len(row["engine"])), 1.04 if across > 0 else 1.085)
-                 for place, across, up in _PLACES]
-        place, box, _ = min(boxes, key=lambda one: sum(_overlap(one[1], other) for other in taken)
-                            + _outside(one[1], one[2]))
-        taken.append(box)
+        costs = {}
+        for place, across, up in _PLACES:
+            boxes = {letter: _box(px, py, across, up, len(row["engine"]) * letter) for letter in _LETTERS}
+            costs[place] = (sum(_overlap(box, other, letter) for letter, box in boxes.items()
+                                for other in taken[letter]) + sum(map(_outside, boxes.values())), boxes)
+        place = min(costs, key=lambda one: costs[one][0])
+        for letter, box in costs[place][1].items():
+            taken[letter].append(box)
         found[row["engine_digest"]] = place
     return found
 
 
-def _box(px: float, py: float, across: int, up: int, letters: int) -> tuple[float, float, float, float]:
-    width = letters * _LETTER
+def _box(px: float, py: float, across: int, up: int, width: float) -> tuple[float, float, float, float]:
     low = px - width / 2 + across * (width / 2 + 0.008)
     bottom = py - _LINE / 2 + up * (_LINE / 2 + _GAP)
     return low, low + width, bottom, bottom + _LINE
 
 
-def _overlap(one: tuple[float, float, float, float], other: tuple[float, float, float, float]) -> float:
+def _overlap(one: tuple[float, float, float, float], other: tuple[float, float, float, float], letter: float) -> float:
     """Shared area over that of a label of ten letters."""
     across = min(one[1], other[1]) - max(one[0], other[0])
     up = min(one[3], other[3]) - max(one[2], other[2])
-    return max(0.0, across) * max(0.0, up) / (10 * _LETTER * _LINE)
+    return max(0.0, across) * max(0.0, up) / (10 * letter * _LINE)
 
 
-def _outside(box: tuple[float, float, float, float], right: float) -> float:
-    """How far a label leaves the plot to the left, or beyond ``right``: on a phone letters take twice the share."""
-    return 3 * (max(0.0, box[1] - right) + max(0.0, -0.02 - box[0]))
+def _outside(box: tuple[float, float, float, float]) -> float:
+    """How far a label leaves the plot to the left, or to the right, where the margin holds a little."""
+    return 3 * (max(0.0, box[1] - 1.085) + max(0.0, -0.02 - box[0]))
 
 
 def _bar(row: Any, axis: Axis, color: str) -> dict[str, Any] | None:

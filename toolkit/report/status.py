@@ -88,8 +88,7 @@ def _verdict_lines(rows: Sequence[Row]) -> list[RenderableType]:
         Text.assemble(label(row).ljust(width + 2), verdict_text(row.verdict), " " * (14 - len(row.verdict)),
                       (row.verdict_reason or "", "dim")) for row in rows if row.verdict]
     if any(row.verdict not in (None, "BASELINE") for row in rows):
-        lines.append(Text("A verdict's interval is wider than the table's 95 %: it is corrected for all looks and all "
-                          "engines judged together.", style="dim"))
+        lines.append(Text(words.WIDER, style="dim"))
     return lines
 
 

@@ -12,6 +12,9 @@ from evals.report import Estimate, Row
 from evals.tradeoff import label
 
 MISSING = "–"
+#: Said wherever verdicts stand beside figures.
+WIDER = ("A verdict's interval is wider than the table's 95 %: it is corrected for all looks and all engines judged "
+         "together.")
 
 
 def number(value: float | None, digits: int, signed: bool = False) -> str:
