@@ -5,6 +5,8 @@
 Writes a random Llama of 3 GB (bf16) shard by shard, calibrates it layer by layer in a fresh process for each recipe,
 and reads the peak of anonymous memory from the checkpoint's own evidence. Asked: at most 1.5 GB and one shard (512 MB
 here) of anonymous memory, where the whole pass would hold 6 GB of float32 weights. The model is deleted afterwards.
+Each recipe's cell is in FILE as soon as it is measured; cells of other recipes stay there. Memory does not depend on
+what else the machine does, time does: that is the plans' matter (``benchmarks.plans``).
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from benchmarks.plans import merged
 from calib.artifact import Artifact
 from calib.calibrate import quantize
 from calib.dataset import CalibrationSet
@@ -39,18 +42,22 @@ def measured(model: Path, calibration: Path, recipe: str, out: Path) -> dict[str
     return evidence
 
 
-def cells(work: Path, recipes: list[str], rows: int) -> list[BenchCell]:
+def peak_cell(recipe: str, evidence: dict[str, float]) -> BenchCell:
+    return cell_of(f"layerwise {recipe} peak anonymous", [evidence["peak_anonymous_bytes"] / 1e9], "GB",
+                   floor=ALLOWED / 1e9, peer=4 * SHAPE.parameters / 1e9, peer_name="float32 weights alone")
+
+
+def measure(work: Path, recipes: list[str], rows: int, json_file: Path | None) -> None:
+    """Calibrate by each recipe; say and write what it took."""
     model = write_model(work / "model", SHAPE, SHARD)
     calibration_set(model, work / "calibration", rows, 256)
-    found = []
     for recipe in recipes:
         evidence = measured(model, work / "calibration", recipe, work / "out")
         shutil.rmtree(work / "out")
-        found += [cell_of(f"layerwise {recipe} peak anonymous", [evidence["peak_anonymous_bytes"] / 1e9], "GB",
-                          floor=ALLOWED / 1e9, peer=4 * SHAPE.parameters / 1e9, peer_name="float32 weights alone"),
-                  cell_of(f"layerwise {recipe} time", [evidence["seconds"]], "s")]
-        print(table(found))
-    return found
+        found = [peak_cell(recipe, evidence)]
+        print(table(found), flush=True)
+        if json_file is not None:
+            write_cells(json_file, merged(json_file, found))
 
 
 def main() -> None:
@@ -67,9 +74,7 @@ def main() -> None:
                  choose_texts=sentences(2, 40), layerwise="on")
         return
     with tempfile.TemporaryDirectory(dir=asked.work) as work:
-        found = cells(Path(work), asked.recipe, asked.rows)
-    if asked.json:
-        write_cells(asked.json, found)
+        measure(Path(work), asked.recipe, asked.rows, asked.json)
 
 
 if __name__ == "__main__":
