@@ -77,6 +77,9 @@ ROPES: dict[str, Tiny] = {
                                       original_max_position_embeddings=ORIGINAL)),
     "longrope": Tiny("llama", "", _longrope(8)),
 }
+#: Tokens of a prompt that transformers gets in its first call, where that matters. It forgets the frequencies of an
+#: earlier, longer text only in a call of fewer tokens than the original context; from there on one token at a time.
+FIRST_CALL = {"dynamic": ORIGINAL - 1}
 
 
 def byte_tokenizer(folder: Path) -> None:

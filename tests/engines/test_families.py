@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.family_logits import BLOCK, differences
-from benchmarks.tiny_families import FAMILIES, ORIGINAL, ROPES, WINDOW, greedy, make, prompts, reference
+from benchmarks.tiny_families import FAMILIES, FIRST_CALL, ORIGINAL, ROPES, WINDOW, greedy, make, prompts, reference
 from calib.checkpoint import QuantizedCheckpoint
 from engines.build.builder import build, plan_for
 from engines.errors import EngineError
@@ -46,8 +46,7 @@ def test_rope_variants_equal_transformers_beyond_the_original_context(tmp_path: 
     """dynamic against transformers fed token by token from the original context on (``models/rope.py`` says why)."""
     lengths = [ORIGINAL + 1, ORIGINAL + 30, 2 * ORIGINAL + 9]
     lengths = lengths if name in LONG else [3, *lengths, ORIGINAL - 3]
-    compare(tmp_path, make(tmp_path / "model", ROPES[name], seed=1), lengths,
-            feed=ORIGINAL if name == "dynamic" else None)
+    compare(tmp_path, make(tmp_path / "model", ROPES[name], seed=1), lengths, feed=FIRST_CALL.get(name))
 
 
 @pytest.mark.parametrize("name", LONG)
