@@ -21,6 +21,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.known_models import KNOWN
 from calib.artifact import Artifact
@@ -112,7 +113,8 @@ def document(cells: list[dict[str, object]], device: str, recipes: list[str]) ->
 def _compared(cells: list[dict[str, object]], device: str) -> list[str]:
     lines = ["## Planned against measured", "", f"Measured on {device}, random Llamas "
              f"({', '.join(f'{name}: {shape.parameters / 1e6:.0f} M parameters' for name, shape in SHAPES.items())}), "
-             f"calibrated on rows of {LENGTH} tokens. Disk is compared to the byte.", "",
+             f"calibrated on rows of {LENGTH} tokens. Disk is compared to the byte. "
+             "Planned is not measured on a quiet machine: see [the results](benchmarks/README.md).", "",
              "| calibration | planned | measured | off by | asked |", "|---|---:|---:|---:|---:|"]
     for cell in cells:
         value, peer = float(str(cell["value"])), float(str(cell["peer"]))
@@ -129,6 +131,8 @@ _ABOUT = """# Plans
 `toolkit plan MODEL --recipe R` says what `toolkit quantize` would do, before anything runs; config.json alone will do.
 This page is written by `python -m benchmarks.plans`.
 
+- **From what.** The headers of the weight files, or config.json alone; the first line says so. A folder that shows
+  that it should hold weights (an index, some weight file, a tokenizer) and lacks them is refused, by name.
 - **Coverage, groups, cuts.** Every matrix with its scheme, or the reason why it is left. `--tp N` chooses a group
   size that can still be cut over N devices, and refuses a cut through a group, a tile or a head, with what would
   fit.
@@ -136,12 +140,14 @@ This page is written by `python -m benchmarks.plans`.
   and all (`calib/sizes.py`). With `protect` it is the most it can be.
 - **Time and memory** are measured when `--rehearse` asks for it: the recipe is rehearsed on small random models in
   a fresh process, once for a recipe, its settings, this machine and these versions (`calib/rehearsal.py`; kept in
-  home). How near that comes is what `python -m benchmarks.plans` measures. Without it memory is said beside the
-  libraries' own, and no time.
+  home): seconds once, per layer, per weight and per element of the head. The machine's other work at that time is
+  measured with it. How near that comes is what `python -m benchmarks.plans` measures. Without it memory is said
+  beside the libraries' own, and no time.
 - **Layer by layer.** Above `--memory` (60 % of what is free, when nothing is said) calibration goes one decoder
   layer at a time: the same checkpoint, bit for bit, in the memory of a layer and a shard (`calib/layerwise.py`). A
   killed run goes on at the layer where it was. The smoothing strength of `int8` is chosen by sending the choose
-  text through all layers once per candidate. `protect` and a quantized `lm_head` need the whole model; the plan
+  text through all layers once per candidate. What lies in the work folder is hashed tensor by tensor; a damaged one
+  is begun anew. `protect` and a quantized `lm_head` need the whole model; the plan
   says so.
 - **Who loads it**, from which version, and by which source.
 """
@@ -194,7 +200,7 @@ def main() -> None:
     if asked.json and cells:
         write_cells(asked.json, merged(asked.json, cells) if asked.merge else cells)
     if asked.doc:
-        held = json.loads(asked.json.read_text()) if asked.json else {"cells": [], "device": ""}
+        held: dict[str, Any] = json.loads(asked.json.read_text()) if asked.json else {"cells": [], "device": ""}
         asked.doc.write_text(document(held["cells"], held["device"], ["fp8", "int8", "int4_awq"]))
 
 

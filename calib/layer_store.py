@@ -181,7 +181,7 @@ def _seal(path: Path, name: str, tensor: torch.Tensor) -> str:
     """sha256 over where a tensor belongs, what it is, and its bytes (which are not copied)."""
     about = [path.parent.name, path.name, name, str(tensor.dtype), list(tensor.shape)]
     found = hashlib.sha256(canonical_json(about))
-    found.update(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))
+    found.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()
 
 
