@@ -19,7 +19,7 @@ Resumable: a finished row lies as JSON in ``--work`` under a key of everything t
     python -m benchmarks.recipes --home HOME --work DIR [--only NAME ...]
     python -m benchmarks.recipes --home HOME --work DIR --longer
     python -m benchmarks.recipes --home HOME --work DIR --speed
-    python -m benchmarks.recipes --home HOME --work DIR --write
+    python -m benchmarks.recipes --home HOME --work DIR [--only NAME ...] --write
 """
 
 from __future__ import annotations
@@ -245,7 +245,7 @@ def main() -> None:
     parser.add_argument("--only", action="append", help="a row's name, as in the table; repeatable, in that order")
     parser.add_argument("--longer", action="store_true", help="score the four-bit rows on twice the text")
     parser.add_argument("--speed", action="store_true", help="time the engines of finished rows")
-    parser.add_argument("--write", action="store_true", help="write the page and the JSON from finished rows")
+    parser.add_argument("--write", action="store_true", help="write the page and the JSON (after --only)")
     parser.add_argument("--page", type=Path, default=Path("docs/recipes.md"))
     parser.add_argument("--json", type=Path, default=Path("docs/benchmarks/recipes-cpu.json"))
     options = parser.parse_args()
@@ -256,7 +256,7 @@ def main() -> None:
         score_longer(bench, longer)
     elif options.speed:
         speed(bench, repeats=3, batch=1, isl=64, osl=25)
-    elif not options.write:
+    elif options.only or not options.write:
         unknown = sorted(set(options.only or ()) - {row.name for row in rows()})
         if unknown:
             parser.error(f"no row {unknown[0]!r}; rows: {', '.join(row.name for row in rows())}")
@@ -268,9 +268,9 @@ def main() -> None:
                 print(judged.line(), flush=True)
     if options.write:
         found = {row.name: bench.judged(row) for row in rows()}
-        write_page(options.page, options.json, [judged for judged in found.values() if judged is not None],
-                   options.model, [name for name, judged in found.items() if judged is None],
-                   [judged for row in rows() if (judged := longer.judged(row)) is not None])
+        write_page(options.page, options.json, [held for held in found.values() if held is not None],
+                   options.model, [name for name, held in found.items() if held is None],
+                   [again for row in rows() if (again := longer.judged(row)) is not None])
 
 
 if __name__ == "__main__":

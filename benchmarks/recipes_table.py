@@ -159,10 +159,14 @@ def overview() -> str:
 
 
 def asked(longer: Sequence[Judged]) -> list[str]:
-    """Sentences on the figures that are asked for: met only where the measured mean keeps them."""
-    return [f"`{row.name}` on {row.tokens:,} tokens: {row.text()} (KL {row.kl:.4f}, same top-1 {row.same_top1:.3f}); "
-            f"asked: at most {ASKED[row.name]:.2f}, {'met' if row.loss <= ASKED[row.name] else 'not met'}."
-            for row in longer if row.name in ASKED]
+    """Sentences on the figures that are asked for: met only where the measured mean keeps them, or not measured."""
+    measured = {row.name for row in longer}
+    missing = [f"`{name}`: not measured; asked: at most {most:.2f}." for name, most in ASKED.items()
+               if name not in measured]
+    found = [f"`{row.name}` on {row.tokens:,} tokens: {row.text()} (KL {row.kl:.4f}, same top-1 {row.same_top1:.3f}); "
+             f"asked: at most {ASKED[row.name]:.2f}, {'met' if row.loss <= ASKED[row.name] else 'not met'}."
+             for row in longer if row.name in ASKED]
+    return found + missing
 
 
 def _conditions(rows: Sequence[Judged]) -> str:
@@ -202,7 +206,8 @@ def write_page(page: Path, cells: Path, rows: Sequence[Judged], model: str, miss
              f"{_conditions(measured)}\n",
              table(rows), "",
              *([f"Not measured in this run: {', '.join(missing)}.", ""] if missing else []),
-             *(["On twice the text:\n", *(f"- {sentence}" for sentence in asked(longer)), ""] if longer else []),
+             "Delta NLL asked of four-bit weights, on twice the text:\n",
+             *(f"- {sentence}" for sentence in asked(longer)), "",
              *(["## What follows\n", *(f"- {sentence}" for sentence in advice(rows)), ""] if advice(rows) else [])]
     write_atomic(page, "\n".join(words).encode())
     made = [BenchCell(name=f"{figure} {row.name}", value=value, unit=unit, spread=spread)

@@ -62,5 +62,6 @@ def test_a_figure_that_is_asked_for_is_met_or_not_and_the_load_is_said(tmp_path)
     figures = "+0.160 ± 0.001 (KL 0.0100, same top-1 0.900); asked: at most 0.16,"
     assert f"`int4_awq` on 8,192 tokens: {figures} not met." in page
     assert f"`int4_gptq` on 4,096 tokens: {figures} met." in page
+    assert "`int4_awq_clip`: not measured; asked: at most 0.16." in page
     assert "load average was 3.2 as the timing began" in page
     assert '"delta_nll int4_awq longer"' in (tmp_path / "cells.json").read_text()
