@@ -113,8 +113,7 @@ def document(cells: list[dict[str, object]], device: str, recipes: list[str]) ->
 def _compared(cells: list[dict[str, object]], device: str) -> list[str]:
     lines = ["## Planned against measured", "", f"Measured on {device}, random Llamas "
              f"({', '.join(f'{name}: {shape.parameters / 1e6:.0f} M parameters' for name, shape in SHAPES.items())}), "
-             f"calibrated on rows of {LENGTH} tokens. Disk is compared to the byte. "
-             "Planned is not measured on a quiet machine: see [the results](benchmarks/README.md).", "",
+             f"calibrated on rows of {LENGTH} tokens. Disk is compared to the byte.", "",
              "| calibration | planned | measured | off by | asked |", "|---|---:|---:|---:|---:|"]
     for cell in cells:
         value, peer = float(str(cell["value"])), float(str(cell["peer"]))
