@@ -85,9 +85,9 @@ def _point(row: Any, position: int, x: Axis, y: Axis, palette: Palette, place: s
 #: Where a label may stand, the best first, as (plotly's word, horizontal and vertical direction).
 _PLACES = (("top right", 1, 1), ("bottom right", 1, -1), ("top left", -1, 1), ("bottom left", -1, -1),
            ("top center", 0, 1), ("bottom center", 0, -1))
-#: Size of a letter (on a desk, on a phone), of a line and of the gap to the point, as shares of the plot's width and
-#: height. The server does not know how wide the plot will be drawn, so a place has to do for both.
-_LETTERS, _LINE, _GAP = (0.0125, 0.028), 0.055, 0.03
+#: Size of a letter (on a desk, on a phone) with what it counts, of a line and of the gap to the point, as shares of the
+#: plot's width and height. The server does not know how wide the plot will be drawn, so a place has to do for both.
+_LETTERS, _LINE, _GAP = {0.0125: 1.0, 0.028: 0.2}, 0.055, 0.03
 
 
 def _label_places(shown: pandas.DataFrame, x: Axis, y: Axis) -> dict[str, str]:
@@ -97,7 +97,7 @@ def _label_places(shown: pandas.DataFrame, x: Axis, y: Axis) -> dict[str, str]:
     height = (shown[y.key].max() - shown[y.key].min()) or 1.0
     points = {row["engine_digest"]: ((row[x.key] - left) / width, (row[y.key] - shown[y.key].min()) / height)
               for _, row in shown.iterrows()}
-    fixed = [(px - 0.012, px + 0.012, py - 0.02, py + 0.02) for px, py in points.values()]
+    fixed = [(px - 0.025, px + 0.025, py - 0.06, py + 0.06) for px, py in points.values()]  # the ring included
     for _, row in shown.iterrows():
         px, py = points[row["engine_digest"]]
         if (low := row.get(f"{x.key}_low")) is not None and low == low:
@@ -112,8 +112,8 @@ def _label_places(shown: pandas.DataFrame, x: Axis, y: Axis) -> dict[str, str]:
         costs = {}
         for place, across, up in _PLACES:
             boxes = {letter: _box(px, py, across, up, len(row["engine"]) * letter) for letter in _LETTERS}
-            costs[place] = (sum(_overlap(box, other, letter) for letter, box in boxes.items()
-                                for other in taken[letter]) + sum(map(_outside, boxes.values())), boxes)
+            costs[place] = (sum(weight * (sum(_overlap(boxes[letter], other, letter) for other in taken[letter])
+                                          + _outside(boxes[letter])) for letter, weight in _LETTERS.items()), boxes)
         place = min(costs, key=lambda one: costs[one][0])
         for letter, box in costs[place][1].items():
             taken[letter].append(box)
