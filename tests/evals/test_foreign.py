@@ -178,7 +178,7 @@ def test_lm_eval_refusals(tmp_path):
     cut = harness_folder(tmp_path, rows, name="cut")
     path = next(cut.glob("samples_*"))
     path.write_text(path.read_text()[:-20])
-    with pytest.raises(ForeignFormatError, match="not JSON Lines"):
+    with pytest.raises(ForeignFormatError, match="is not JSON"):
         lm_eval_files.read(cut)
 
 
