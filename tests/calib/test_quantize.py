@@ -187,15 +187,17 @@ def test_killed_in_the_middle_it_goes_on_and_ends_with_the_same_digest(made, mod
     process = multiprocessing.get_context("fork").Process(
         target=_quantize_until_killed, args=(model_folder, calibration, choose, out))
     process.start()
-    losses = tmp_path / ".out.work" / "losses.json"
-    deadline = time.monotonic() + 120
-    while not (losses.is_file() and len(json.loads(losses.read_text())["losses"]) == 2):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    with pytest.raises(ArtifactError, match="another process is writing"):
-        quantize(model_folder, load_recipe("bf16"), out, calibration=calibration)
-    os.kill(process.pid, signal.SIGKILL)
-    process.join()
+    try:
+        losses = tmp_path / ".out.work" / "losses.json"
+        deadline = time.monotonic() + 120
+        while not (losses.is_file() and len(json.loads(losses.read_text())["values"]) == 2):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        with pytest.raises(ArtifactError, match="another process is writing"):
+            quantize(model_folder, load_recipe("bf16"), out, calibration=calibration)
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
     assert not out.exists()
     calls, measure = [], methods.mean_nll
     monkeypatch.setattr(methods, "mean_nll", lambda *args: calls.append(1) or measure(*args))

@@ -132,6 +132,6 @@ def test_no_items_give_no_accuracy():
 
 def test_the_scorer_refuses_another_models_tokenizer(model, tokenizer):
     class Wider:
-        vocab_size = tokenizer.vocab_size * 2
+        vocab_size, eos_ids = tokenizer.vocab_size * 2, tokenizer.eos_ids
     with pytest.raises(Exception, match="another model"):
         ModuleScorer(model, Wider())

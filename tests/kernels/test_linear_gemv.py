@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from engines.kernels.impl import KernelConfig
+from engines.kernels.linear.gemv import UNIT
 from engines.kernels.linear.natural import NaturalLinear
 from tests.kernels.linear_cases import HALF, IMPLS, check, problem, run
 
@@ -30,7 +31,7 @@ def _gemv(m: int, block_n: int, block_k: int, loop: int) -> KernelConfig:
                            LOOP=loop)
 
 
-@pytest.mark.parametrize("impl", IMPLS, ids=lambda impl: impl.name)
+@pytest.mark.parametrize("impl", [impl for impl in IMPLS if impl.kind in UNIT], ids=lambda impl: impl.name)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_gemv_equals_the_twin(impl: NaturalLinear, case: tuple[int, ...]) -> None:
     m, n, k, block_n, block_k, loop = case
