@@ -18,6 +18,7 @@ from typing import Any
 from calib.artifact import canonical_json, installed_versions, sha256_hex
 from calib.artifact_writer import ArtifactWriter
 from calib.checkpoint import FORMAT, KIND, QuantizedCheckpoint
+from calib.choices import KvChoice
 from calib.dataset import CalibrationSet, refuse_overlap
 from calib.hardware import check_hardware
 from calib.model import resolve_model
@@ -25,7 +26,6 @@ from calib.peak import AnonymousPeak
 from calib.plan import CalibrationPlan, LayerwiseChoice, check_disk, make_plan
 from calib.progress import Progress, Report, silent
 from calib.recipe import Recipe
-from calib.scheme import KvChoice
 from calib.stage import Inspect, Memory, Outcome, Stage
 
 

@@ -12,6 +12,7 @@ import math
 from pathlib import Path
 from typing import Literal
 
+from calib.choices import KvChoice
 from calib.coverage import ModulePlan, check_fused, group_size_of, matched_modules, other_modules
 from calib.errors import ENVIRONMENT, CalibError
 from calib.estimates import MIB, Sizes, free_bytes, memory_bound, working_bytes
@@ -24,7 +25,7 @@ from calib.model import resolve_model, source_grid_of
 from calib.outline import Outline, outline_of
 from calib.parallel import check_heads, check_modules
 from calib.recipe import LayoutName, Recipe
-from calib.scheme import BF16, Frozen, Grid, KvChoice, Scheme
+from calib.scheme import BF16, Frozen, Grid, Scheme
 from calib.sizes import files_bytes, module_bytes, stored_tensors
 from calib.text import Tokenizer, check_vocabulary
 

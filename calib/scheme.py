@@ -17,7 +17,7 @@ a power of two for 32): a plan can price them, nothing here computes them yet.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, get_args
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -26,9 +26,6 @@ Dtype = Literal["bf16", "fp8_e4m3", "int8", "int4", "nvfp4", "mxfp8"]
 #: Largest code magnitude of each symmetric grid (int4 is clamped to [-8, 7] and scaled by amax/7).
 CODE_MAX: dict[str, float] = {"fp8_e4m3": 448.0, "int8": 127.0, "int4": 7.0, "nvfp4": 6.0, "mxfp8": 448.0}
 BITS: dict[str, int] = {"bf16": 16, "fp8_e4m3": 8, "int8": 8, "int4": 4, "nvfp4": 4, "mxfp8": 8}
-#: What a KV cache may be stored in, as people name it.
-KvChoice = Literal["bf16", "fp8", "int8"]
-KV_CHOICES: tuple[KvChoice, ...] = get_args(KvChoice)
 #: Values that share a scale where the format says so.
 FIXED_GROUPS: dict[str, int] = {"nvfp4": 16, "mxfp8": 32}
 

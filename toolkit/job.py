@@ -11,8 +11,9 @@ from typing import Any, Literal
 
 from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from calib.choices import KvChoice
 from calib.errors import shown
-from calib.scheme import Frozen, KvChoice
+from calib.scheme import Frozen
 from calib.yaml_text import read_yaml
 from toolkit.errors import JobError
 from toolkit.home import Home

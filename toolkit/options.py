@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
+from calib.choices import KvChoice
 from calib.errors import shown
-from calib.scheme import KvChoice
 from toolkit.errors import UsageError
 
 RefArgument = Annotated[str, typer.Argument(metavar="REF", show_default=False, help="Folder, digest prefix, "

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import streamlit as st
 
+from calib.choices import KV_CHOICES
 from calib.errors import ToolkitError
 from calib.recipe import ordinary_recipes
-from calib.scheme import KV_CHOICES
 from toolkit import jobs
 from toolkit.console import duration
 from toolkit.jobs import JobTable, Work

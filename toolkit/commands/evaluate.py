@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from calib.scheme import KvChoice
+from calib.choices import KvChoice
 from toolkit.commands.groups import verb_group
 from toolkit.options import KeptOption, RefArgument
 from toolkit.session import Session, verb

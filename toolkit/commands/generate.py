@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from calib.scheme import KvChoice
+from calib.choices import KvChoice
 from toolkit.options import RefArgument
 from toolkit.session import Session, verb
 

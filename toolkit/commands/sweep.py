@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from calib.scheme import KvChoice
+from calib.choices import KvChoice
 from toolkit.options import KeptOption
 from toolkit.session import Session, verb
 
