@@ -122,7 +122,8 @@ def test_a_signal_in_the_middle_leaves_nothing_half_written(tmp_path, number):
               f"    with ArtifactWriter({str(tmp_path / 'a')!r}, 'verdict') as writer:\n"
               "        (writer.folder / 'half').write_bytes(b'x')\n        print('in', flush=True)\n"
               "        time.sleep(60)\ncli.app = work\nsys.argv = ['toolkit', '--json']\ncli.main()\n")
-    child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True,  # as from a terminal:
+                             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     assert child.stdout.readline() == "in\n"
     child.send_signal(number)
     out, _ = child.communicate(timeout=30)
