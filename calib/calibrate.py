@@ -19,6 +19,7 @@ from calib.artifact import canonical_json, installed_versions, sha256_hex
 from calib.artifact_writer import ArtifactWriter
 from calib.checkpoint import FORMAT, KIND, QuantizedCheckpoint
 from calib.choices import KvChoice
+from calib.config import positions
 from calib.dataset import CalibrationSet, refuse_overlap
 from calib.hardware import check_hardware
 from calib.model import resolve_model
@@ -56,6 +57,7 @@ def quantize(model: str | Path, recipe: Recipe, out: Path, *, kv_cache: KvChoice
     source = QuantizedCheckpoint.open(folder)
     tokenizer = source.tokenizer()
     calibration.check_tokenizer(tokenizer)
+    calibration.check_length(positions(source.config))
     refuse_overlap(calibration, choose_texts, "calibration and choose texts")
     with ArtifactWriter(Path(out), KIND, FORMAT, parents=[calibration.digest]) as writer:
         work = writer.path.with_name(f".{writer.path.name}.work")

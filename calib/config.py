@@ -38,6 +38,18 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+def positions(config: Mapping[str, Any]) -> int | None:
+    """Tokens of a text that the model knows positions for; None where config.json does not say.
+
+    Rotary positions that are stretched (linear, dynamic, yarn) reach ``factor`` times as far as what is written.
+    """
+    most = config.get("max_position_embeddings")
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type") or rope.get("type")
+    factor = rope.get("factor") if kind in ("linear", "dynamic", "yarn") else None
+    return None if most is None else int(most * max(1.0, factor if isinstance(factor, int | float) else 1.0))
+
+
 def check_config(config: Mapping[str, Any], where: str) -> None:
     """CalibError when a value that is there has another type or range than every architecture gives it."""
     for key, most in _COUNTS.items():

@@ -100,3 +100,18 @@ def test_packing_choose_texts(tokenizer):
     assert pack_texts(["abcdef"] * 9, tokenizer, 4, 3).shape == (3, 4)
     with pytest.raises(CalibrationTextError, match="one row needs 64"):
         pack_texts(["ab"], tokenizer, 64, 2)
+
+
+def test_rows_longer_than_the_models_positions_are_refused(calibration):
+    from calib.config import positions
+    assert calibration.tokens.shape[1] == 64
+    calibration.check_length(64)
+    calibration.check_length(None)
+    with pytest.raises(CalibrationTextError, match="64 tokens, the model knows 63"):
+        calibration.check_length(63)
+    assert positions({}) is None
+    assert positions({"max_position_embeddings": 64}) == 64
+    stretched = {"max_position_embeddings": 64, "rope_parameters": {"rope_type": "yarn", "factor": 4.0}}
+    assert positions(stretched) == 256
+    reached = {"max_position_embeddings": 64, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}
+    assert positions(reached) == 64
