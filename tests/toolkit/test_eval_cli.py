@@ -1,6 +1,7 @@
 """``eval`` and ``sweep`` through the command line: own data, other tools' files, endpoints, and every bad input."""
 
 import json
+import socket
 
 import pytest
 
@@ -143,6 +144,17 @@ def test_a_sweep_of_an_endpoint_and_its_files(call, tmp_path):
     assert (brought["cells"][0]["isl"], brought["cells"][0]["osl"]) == (8, 4)
     code, found = call("eval", "export", sweep["digest"], "--to", "lm-eval", "--out", tmp_path / "no")
     assert (code, "no layout for" in found["error"]["message"]) == (2, True)
+
+
+def test_a_search_that_measured_nothing_says_so(call):
+    """A dead port is no verdict on the rate that a server keeps."""
+    with socket.socket() as gone:
+        gone.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{gone.getsockname()[1]}"
+        code, found = call("sweep", "--url", url, "--model", "m", "--tokenizer", "tiny", "--lengths", "8x4",
+                           "--requests", "5", "--slo", "ttft=5000", "--find-rate", "1000:2000")
+    assert (code, found["rate"]) == (3, None)
+    assert all("refused" in tried["invalid"] for tried in found["tried"])
 
 
 def test_several_endpoints_side_by_side_from_one_file(call, tmp_path, capsys, built):

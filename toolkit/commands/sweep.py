@@ -15,7 +15,10 @@ from toolkit.options import KeptOption
 from toolkit.session import Session, verb
 
 if TYPE_CHECKING:
+    from calib.progress import Report
+    from evals.load_plan import LoadPlan
     from toolkit.loading import EndpointOptions
+    from toolkit.stages import Workshop
 
 _ENDPOINT = "Endpoints (--url or --plan)"
 _near = partial(typer.Option, show_default=False)
@@ -165,7 +168,7 @@ def _endpoints(session: Session, plan: Any, folder: Path, out: Path | None, key_
                dry_run: bool) -> None:
     from toolkit import loading, stages
     from toolkit.errors import UsageError
-    from toolkit.report.loads import plan_table, search_parts, side_by_side
+    from toolkit.report.loads import plan_table, side_by_side
     from toolkit.store import RunStore
 
     if key_env is not None and key_env not in os.environ:
@@ -178,17 +181,25 @@ def _endpoints(session: Session, plan: Any, folder: Path, out: Path | None, key_
     with RunStore(session.home.store) as store, session.watch() as watch:
         shop = stages.Workshop(session.home, store, watch, session.offline)
         if find_rate is not None:
-            from evals.load_sweep import find_rate as search
-
-            rate, tried = search(plan, plan.targets[0], loading.tokenizer_of(shop, plan.tokenizer),
-                                 loading.bounds_of(find_rate), key=key, report=watch)
-            session.show({"rate": rate, "tried": [{"rate": offered, **cell.model_dump(mode="json")}
-                                                  for offered, cell in tried]},
-                         [f"{rate}"], *search_parts(rate, tried))
+            _search(session, shop, plan, find_rate, key, watch)
             return
         done = loading.run_plan(shop, plan, folder, out, key)
     session.show({"sweeps": [{"digest": artifact.digest, "path": str(artifact.path), **sweep.model_dump(mode="json")}
                              for sweep, artifact in done]}, [artifact.digest for _, artifact in done],
                  *side_by_side(plan, [sweep for sweep, _ in done]), *[f"{artifact.path}" for _, artifact in done])
     if all(loading.failed(sweep) for sweep, _ in done):
+        raise typer.Exit(3)
+
+
+def _search(session: Session, shop: Workshop, plan: LoadPlan, bounds: str, key: str | None, watch: Report) -> None:
+    """The highest rate. Where no load gave a figure, nothing was found out about the endpoint: exit 3."""
+    from evals.load_sweep import find_rate
+    from toolkit import loading
+    from toolkit.report.loads import search_parts
+
+    rate, tried = find_rate(plan, plan.targets[0], loading.tokenizer_of(shop, plan.tokenizer),
+                            loading.bounds_of(bounds), key=key, report=watch)
+    session.show({"rate": rate, "tried": [{"rate": offered, **cell.model_dump(mode="json")}
+                                          for offered, cell in tried]}, [f"{rate}"], *search_parts(rate, tried))
+    if all(cell.invalid for _, cell in tried):
         raise typer.Exit(3)
