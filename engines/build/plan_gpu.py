@@ -25,15 +25,11 @@ from engines.models.decoder import ActivationKeys
 from engines.models.facts import ModelFacts
 from engines.parallel.mesh import Mesh
 from engines.plan import EngineSpec, KernelChoice, Limits, MemoryPlan, Plan, fused_program, linear_shape
-from engines.program import AddNorm, Embed, Linear, Program, RMSNorm
+from engines.program import AddNorm, Embed, Linear, Program, RMSNorm, RopeKV
 from engines.runtime.cuda.arena import arena_bytes
 from engines.runtime.cuda.graphs import decode_sizes
 from engines.runtime.cuda.memory import GRAPH_ALLOWANCE, cap_bytes, table
-
-#: Facts that the GPU runner honours.
-_PLAIN = ("family", "vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads",
-          "head_dim", "norm_eps", "rope", "max_position", "tied_embeddings", "qkv_bias", "output_bias", "mlp_bias",
-          "fused_weights")
+from engines.runtime.cuda.weights import rotations
 
 
 def check_gpu(spec: EngineSpec, schemes: Mapping[str, Scheme], kv: Grid, device: Device) -> None:
@@ -51,15 +47,6 @@ def check_gpu(spec: EngineSpec, schemes: Mapping[str, Scheme], kv: Grid, device:
                           "Every sequence of a step needs a token: raise one or lower the other.")
 
 
-def check_family(facts: ModelFacts) -> None:
-    """EngineError for a family whose differences from the plain decoder the GPU runner does not pass on."""
-    plain = ModelFacts(**{name: getattr(facts, name) for name in _PLAIN})
-    other = [name for name in ModelFacts.model_fields if getattr(facts, name) != getattr(plain, name)]
-    if other or facts.rope.partial != 1.0:
-        raise EngineError(f"{facts.family} has no GPU runner: {', '.join(other) or 'rope.partial'} would be ignored",
-                          "Build it for the CPU.")
-
-
 def check_linears(program: Program, device: Device) -> None:
     """EngineError for a linear that no Impl runs here."""
     for op in program.linears():
@@ -72,7 +59,9 @@ def stored_bytes(program: Program) -> int:
     linears = {op.parts: weight_bytes(op) for op in program.linears()}
     tables = {op.weight for op in program.ops if isinstance(op, Embed)}
     vocab = next(op for op in reversed(program.ops) if isinstance(op, Linear))
-    norms = sum(2 * vocab.k for op in program.ops if isinstance(op, RMSNorm | AddNorm))
+    norms = sum((6 if op.offset else 2) * vocab.k for op in program.ops if isinstance(op, RMSNorm | AddNorm))
+    norms += sum((12 if op.norms.offset else 4) * op.head_dim for op in program.ops
+                 if isinstance(op, RopeKV) and op.norms is not None)
     tied = any(parts == (table,) for parts in linears for table in tables)
     return sum(linears.values()) + norms + (0 if tied else 2 * vocab.n * vocab.k)
 
@@ -97,7 +86,6 @@ def make_gpu_plan(config: Mapping[str, object], schemes: Mapping[str, Scheme], k
     EngineError says in words and numbers what cannot be met."""
     check_gpu(spec, schemes, kv, device)
     facts, unfused, program, fusions = fused_program(config, schemes, keys)
-    check_family(facts)
     max_seq_len = spec.max_seq_len or facts.max_position
     if max_seq_len > facts.max_position:
         raise EngineError(f"max_seq_len {max_seq_len} is beyond the model's {facts.max_position} positions",
@@ -108,13 +96,16 @@ def make_gpu_plan(config: Mapping[str, object], schemes: Mapping[str, Scheme], k
                     block_size=spec.block_size, num_blocks=1)
     plan = Plan(device=device, model=facts, program=program, fusions=fusions, ops_unfused=len(unfused.ops),
                 kernels=kernels, limits=limits, memory=MemoryPlan(weights=0, activations=0, kv_cache=0, cap=None),
-                kv=kv, compute_dtype="bf16", deterministic=spec.deterministic, tp=spec.tp, pp=spec.pp)
+                kv=kv, compute_dtype="bf16", deterministic=spec.deterministic, tp=spec.tp, pp=spec.pp,
+                notes=facts.notes(max_seq_len))
     return _with_memory(plan, spec, facts)
 
 
 def _with_memory(plan: Plan, spec: EngineSpec, facts: ModelFacts) -> Plan:
     cap = cap_bytes(spec.memory, plan.device)
-    weights = stored_bytes(plan.program) + 4 * plan.limits.max_seq_len * facts.head_dim
+    weights = stored_bytes(plan.program) + sum(
+        4 * plan.limits.max_seq_len * facts.rope_of(local).rotary_dim(facts.head_dim)
+        for local in rotations(plan.program))
     workspace = workspace_bytes(plan.program, plan.kernels, spec.max_num_tokens)
     arena = arena_bytes(plan, assign(plan.program), workspace)
     block = block_bytes(plan)

@@ -165,17 +165,8 @@ def _load(pointers, offsets, k, EVEN_K: tl.constexpr):
 
 
 @triton.jit
-def _inputs(rows, start, k, KIND: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr):
-    """Units ``start ...`` of each token row [ROWS, 1, BLOCK_K], in the layout of the weights: four units a thread.
-
-    64-bit units would come two a thread, and moving them costs a trip through shared memory in every step; so they
-    are loaded as two halves and put side by side, which moves nothing.
-    """
-    if KIND == "int8_weight":
-        at = start + tl.arange(0, BLOCK_K // 4)[None, :, None] * 4 + tl.arange(0, 2)[None, None, :]
-        both = tl.join(_load(rows[:, None, None] + at, at, k, EVEN_K),
-                       _load(rows[:, None, None] + (at + 2), at + 2, k, EVEN_K))
-        return tl.reshape(tl.permute(both, (0, 1, 3, 2)), (ROWS, 1, BLOCK_K))
+def _inputs(rows, start, k, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr):
+    """Units ``start ...`` of each token row [ROWS, 1, BLOCK_K]."""
     at = start + tl.arange(0, BLOCK_K)[None, None, :]
     return _load(rows[:, None, None] + at, at, k, EVEN_K)
 
@@ -219,16 +210,16 @@ def gemv_kernel(x_ptr, w_ptr, w_scale_ptr, x_scale_ptr, bias_ptr, out_scale_ptr,
         gdc_wait(PDL)
         for start in range(BLOCK_K, k, BLOCK_K):
             w_next = _weights(w_at + start, start + unit, k, EVEN_K)
-            x = _inputs(x_rows, start - BLOCK_K, k, KIND, ROWS, BLOCK_K, EVEN_K)
+            x = _inputs(x_rows, start - BLOCK_K, k, BLOCK_K, EVEN_K)
             acc = _accumulate(acc, w, x, KIND, ASM)
             w = w_next
         last = (k - 1) // BLOCK_K * BLOCK_K
-        acc = _accumulate(acc, w, _inputs(x_rows, last, k, KIND, ROWS, BLOCK_K, EVEN_K), KIND, ASM)
+        acc = _accumulate(acc, w, _inputs(x_rows, last, k, BLOCK_K, EVEN_K), KIND, ASM)
     else:
         gdc_wait(PDL)
         for start in tl.range(0, k, BLOCK_K, num_stages=LOOP):
             w = _weights(w_at + start, start + unit, k, EVEN_K)
-            x = _inputs(x_rows, start, k, KIND, ROWS, BLOCK_K, EVEN_K)
+            x = _inputs(x_rows, start, k, BLOCK_K, EVEN_K)
             acc = _accumulate(acc, w, x, KIND, ASM)
     total = tl.sum(acc, 2).to(tl.float32)
     if KIND != "float":

@@ -114,9 +114,12 @@ class Arena:
         self.step = StepTensors.allocate(layout, limits.max_batch_size, width, device)
         self.rows = Rows(assignment, layout.tokens, device)
         self.workspace = torch.zeros(max(workspace, 16), dtype=torch.uint8, device=device)
-        self.attention = {bucket: attention_plan.workspace(
+        #: Work lists of decode attention by bucket and window.
+        self.attention = {bucket: {window: attention_plan.workspace(
             bucket, limits.max_seq_len, model.num_heads, model.num_kv_heads, model.head_dim,
-            configs.of("attention_decode", bucket), device) for bucket in decode_sizes(limits.max_batch_size)}
+            configs.of("attention_decode", bucket), device, window=window)
+            for window in sorted({model.window(layer) for layer in range(model.num_layers)})}
+            for bucket in decode_sizes(limits.max_batch_size)}
         #: The step's own keys and values, for prompts that begin here. Not beside a quantized cache, whose rounding a
         #: prompt must see like everybody, nor in deterministic mode, where one way of summing serves all chunks.
         self.fresh = None if plan.kv.quantized or plan.deterministic else tuple(torch.zeros(
@@ -140,6 +143,6 @@ def arena_bytes(plan: Plan, assignment: Assignment, workspace: int) -> int:
     tensors = [arena.record.words, arena.workspace, arena.final, arena.final_scales, arena.logits, arena.sampled,
                arena.logprobs, *arena.sampling, *arena.rows.buffers, *(arena.fresh or ()),
                *(getattr(arena.step, name) for name in StepTensors.__slots__)]
-    for work in arena.attention.values():
+    for work in (work for by_window in arena.attention.values() for work in by_window.values()):
         tensors += [work.plan, work.acc, work.stats, work.counters]
     return sum(-(-tensor.nbytes // 512) * 512 for tensor in tensors)

@@ -14,7 +14,7 @@ import torch
 from engines.errors import EngineError
 from engines.kernels import norm, sample
 from engines.kernels.linear.impls import IMPLS
-from engines.program import Add, Linear, Op, RMSNorm, SelectRows
+from engines.program import Add, Linear, Op, RMSNorm, SelectRows, SoftCap
 from engines.runtime.cuda.arena import code_dtype
 from engines.runtime.cuda.ops import Binder, void
 
@@ -22,12 +22,13 @@ Mask = Callable[[torch.Tensor], None]
 
 
 class Head:
-    """The bound head of a Program: [Add,] SelectRows, RMSNorm, Linear."""
+    """The bound head of a Program: [Add,] SelectRows, RMSNorm, Linear[, SoftCap]."""
 
     def __init__(self, binder: Binder, ops: Sequence[Op]) -> None:
         self._binder, self._arena = binder, binder.arena
         self._residual: str | None
-        match list(ops):
+        self._cap = ops[-1].cap if isinstance(ops[-1], SoftCap) else None
+        match list(ops if self._cap is None else ops[:-1]):
             case [Add() as add, SelectRows() as select, RMSNorm() as last, Linear() as linear] if select.x == add.out:
                 self._x, self._residual = add.a, add.b
             case [SelectRows() as select, RMSNorm() as last, Linear() as linear]:
@@ -37,7 +38,7 @@ class Head:
         if last.x != select.out or linear.x != last.out:
             raise EngineError("the output layer does not read the last norm", "This model family has no GPU head.")
         self._linear, self._eps = linear, last.eps
-        self._weight, self._codes = binder.weights.vector(f"{last.weight}.weight"), binder.codes(last.quant)
+        self._weight, self._codes = binder.weights.norm(last.weight, last.offset), binder.codes(last.quant)
         self._grid = None if last.quant is None else last.quant.grid
         self._packed, self._impl = binder.weights.linear(linear), IMPLS[binder.plan.choice(linear).impl]
         self._static = binder.static_scale(linear)
@@ -62,7 +63,7 @@ class Head:
         out = arena.logits[:count]
         void(self._impl.launch(final, self._packed, self._binder.configs.linear(self._linear, count), out,
                                x_scale=self._static if scales is None else scales, workspace=arena.workspace))
-        return out
+        return out if self._cap is None else out.div_(self._cap).tanh_().mul_(self._cap)
 
     def __call__(self, count: int, mask: Mask | None = None) -> None:
         """Sample the first ``count`` selected tokens into ``arena.sampled`` and ``arena.logprobs``."""

@@ -10,6 +10,7 @@ from engines.program import (
     AddNorm,
     Attention,
     GatedSilu,
+    HeadNorms,
     Linear,
     Op,
     Quantize,
@@ -24,6 +25,8 @@ def kind_of(op: Op) -> str:
     def plain(value: object) -> object:
         if isinstance(value, ActQuant):
             return f"{value.grid} {value.input_scale is None} {value.pre_quant_scale is None}"
+        if isinstance(value, HeadNorms):
+            return f"head norms {value.eps} {value.offset}"
         return "" if isinstance(value, str) else value
     fields = {name: plain(getattr(op, name)) for name in type(op).model_fields if name not in ("op", "layer", "parts")}
     return f"{op.op} {fields}"

@@ -17,7 +17,6 @@ Neighbours are bound together, so that a decode step has up to three kernels les
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -82,7 +81,6 @@ class Binder:
         self._quants: dict[str, ActQuant] = {
             op.out: op.quant for op in plan.program.ops
             if isinstance(op, RMSNorm | AddNorm | GatedSilu | Quantize) and op.quant is not None}
-        self.scale = 1.0 / math.sqrt(plan.model.head_dim)
         self._fences = fences(plan.program.ops)
         self._binders: dict[type, Callable[[Any], Run]] = {
             Embed: self._embed, RMSNorm: self._norm, AddNorm: self._norm, Linear: self._linear, RopeKV: self._rope_kv,
@@ -107,10 +105,9 @@ class Binder:
         return bound
 
     def plan_attention(self, shape: Shape) -> None:
-        """The decode rows' work list, once a step."""
-        if shape.decodes:
-            attention_plan.make_plan(self.arena.step.seq_lens[:shape.decodes], self.arena.attention[shape.decodes],
-                                     self.plan.model.num_kv_heads,
+        """The decode rows' work lists, one for each window that layers have, once a step."""
+        for work in self.arena.attention[shape.decodes].values() if shape.decodes else ():
+            attention_plan.make_plan(self.arena.step.seq_lens[:shape.decodes], work, self.plan.model.num_kv_heads,
                                      self.configs.of("attention_decode", shape.decodes))
 
     def codes(self, quant: ActQuant | None) -> Codes:
@@ -131,10 +128,10 @@ class Binder:
     def _embed(self, op: Embed) -> Run:
         table, rows, ids = self.weights.vector(f"{op.weight}.weight"), self.arena.rows, self.arena.step.token_ids
         return lambda shape: void(embedding.launch(ids[:shape.tokens], table, rows.of(op.out, shape.tokens),
-                                                   self.configs.of("embed", shape.tokens)))
+                                                   self.configs.of("embed", shape.tokens), scale=op.scale))
 
     def _norm(self, op: RMSNorm | AddNorm) -> Run:
-        weight, codes, rows = self.weights.vector(f"{op.weight}.weight"), self.codes(op.quant), self.arena.rows
+        weight, codes, rows = self.weights.norm(op.weight, op.offset), self.codes(op.quant), self.arena.rows
 
         def run(shape: Shape) -> None:
             config = self.configs.of("norm", shape.tokens)
@@ -159,7 +156,9 @@ class Binder:
         return run
 
     def _rope_kv(self, op: RopeKV) -> Run:
-        rows, step, table = self.arena.rows, self.arena.step, self.weights.cos_sin
+        rows, step, table, norms = self.arena.rows, self.arena.step, self.weights.cos_sin(op.local), op.norms
+        q_norm, k_norm = (None, None) if norms is None else (
+            self.weights.norm(norms.q, norms.offset), self.weights.norm(norms.k, norms.offset))
         (k_cache, v_cache), (k_scale, v_scale) = self.cache.layer(op.layer), self.cache.scale(op.layer)
 
         def run(shape: Shape) -> None:
@@ -167,7 +166,8 @@ class Binder:
             fresh = self._fresh(shape)
             rope_kv.launch(rows.of(op.qkv, t), table, step.positions[:t], step.slots[:t],
                            rows.of(op.out, t).view(t, op.heads, op.head_dim), k_cache, v_cache,
-                           self.configs.of("rope_kv", t), k_scale=k_scale, v_scale=v_scale,
+                           self.configs.of("rope_kv", t), k_scale=k_scale, v_scale=v_scale, q_norm=q_norm,
+                           k_norm=k_norm, eps=0.0 if norms is None else norms.eps,
                            k_out=None if fresh is None else fresh[0], v_out=None if fresh is None else fresh[1])
         return run
 
@@ -192,7 +192,7 @@ class Binder:
 
         def run(shape: Shape) -> None:
             silu_mul.launch(rows.of(op.gate_up, shape.tokens), rows.of(op.out, shape.tokens),
-                            self.configs.of("silu_mul", shape.tokens, silu_shape(op)),
+                            self.configs.of("silu_mul", shape.tokens, silu_shape(op)), activation=op.activation,
                             pre_quant_scale=codes.pre_quant_scale, quant=codes.mode, group=codes.group,
                             input_scale=codes.input_scale, scales=rows.scales(op.out, shape.tokens))
         return run
@@ -202,8 +202,8 @@ class Binder:
         codes, rows, packed, impl = self.codes(silu.quant), self.arena.rows, self.weights.linear(op), IMPLS[
             self.plan.choice(op).impl]
         linear, activation, static = self._linear(op), self._silu(silu), self.static_scale(op)
-        possible = isinstance(impl, NaturalLinear) and codes.pre_quant_scale is None and codes.mode in (
-            Mode.NONE, Mode.FP8_STATIC, Mode.INT8_TOKEN)
+        possible = (isinstance(impl, NaturalLinear) and codes.pre_quant_scale is None and silu.activation == "silu"
+                    and codes.mode in (Mode.NONE, Mode.FP8_STATIC, Mode.INT8_TOKEN))
 
         def run(shape: Shape) -> None:
             t = shape.tokens
@@ -231,7 +231,7 @@ class Binder:
         rotate = None if rope is None else self._rope_kv(rope)
 
         def run(shape: Shape) -> None:
-            itself = shape.decodes > 0 and self._rotates_itself(shape.decodes)
+            itself = shape.decodes > 0 and self._rotates_itself(shape.decodes, rope)
             if rotate is not None and (shape.prefills or not itself):
                 rotate(shape)
             fused = quant is not None and (plain or (grouped and not shape.prefills))
@@ -244,22 +244,26 @@ class Binder:
                 alone(shape)
         return run
 
-    def _rotates_itself(self, decodes: int) -> bool:
-        """Whether decoding rows take the attention kernel that rotates and stores its own token."""
-        return bool(self.configs.of("attention_decode", decodes)["FUSED"])
+    def _rotates_itself(self, decodes: int, rope: RopeKV | None) -> bool:
+        """Whether decoding rows take the attention kernel that rotates and stores its own token: whole heads, and
+        without a norm of theirs."""
+        whole = rope is not None and rope.norms is None and (
+            self.weights.cos_sin(rope.local).shape[1] == rope.head_dim)
+        return whole and bool(self.configs.of("attention_decode", decodes)["FUSED"])
 
     def _decode(self, op: Attention, rope: RopeKV | None, target: str, shape: Shape, codes: Codes) -> None:
         rows, b = self.arena.rows, shape.decodes
         (k_cache, v_cache), (k_scale, v_scale) = self.cache.layer(op.layer), self.cache.scale(op.layer)
-        tables, work, config = self.arena.step.tables[:b], self.arena.attention[b], self.configs.of("attention_decode",
-                                                                                                    b)
+        tables, work, config = self.arena.step.tables[:b], self.arena.attention[b][op.window], self.configs.of(
+            "attention_decode", b)
         keys: dict[str, Any] = {
-            "sm_scale": self.scale, "k_scale": k_scale, "v_scale": v_scale, "pre_quant_scale": codes.pre_quant_scale,
+            "sm_scale": op.factor, "softcap": op.softcap or 0.0, "k_scale": k_scale, "v_scale": v_scale,
+            "pre_quant_scale": codes.pre_quant_scale,
             "quant": codes.mode, "group": codes.group, "input_scale": codes.input_scale,
             "scales": rows.scales(target, b) if codes.mode.per_group else None}
         if rope is not None:
-            attention_rope.launch(rows.of(rope.qkv, b), self.weights.cos_sin, k_cache, v_cache, tables, work,
-                                  rows.of(target, b), config, early=rope.qkv in self._fences.values(), **keys)
+            attention_rope.launch(rows.of(rope.qkv, b), self.weights.cos_sin(rope.local), k_cache, v_cache, tables,
+                                  work, rows.of(target, b), config, early=rope.qkv in self._fences.values(), **keys)
             return
         q = rows.of(op.q, b).view(b, op.heads, op.head_dim)
         attention_decode.launch(q, k_cache, v_cache, tables, work, rows.of(target, b), config, **keys)
@@ -275,7 +279,8 @@ class Binder:
         attention_prefill.launch(rows.of(op.q, t).view(t, op.heads, op.head_dim), keys, values, tables,
                                  self.arena.record.cu_seqlens(shape.decodes, shape.prefills), step.seq_lens[span],
                                  shape.longest, rows.of(target, t),
-                                 self.configs.of("attention_prefill", shape.longest), sm_scale=self.scale,
+                                 self.configs.of("attention_prefill", shape.longest), sm_scale=op.factor,
+                                 softcap=op.softcap or 0.0, window=op.window,
                                  k_scale=k_scale, v_scale=v_scale, pre_quant_scale=codes.pre_quant_scale,
                                  quant=codes.mode, input_scale=codes.input_scale)
 

@@ -29,7 +29,7 @@ from engines.kernels.impl import Packed
 from engines.models.rope import cosines_and_sines
 from engines.parallel.mesh import Mesh
 from engines.plan import Plan
-from engines.program import Linear
+from engines.program import Linear, Program, Rope, RopeKV
 
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "F8_E4M3": torch.float8_e4m3fn,
            "I8": torch.int8, "U8": torch.uint8, "I32": torch.int32, "I64": torch.int64}
@@ -165,11 +165,27 @@ class DeviceWeights:
         for name in tensors:
             module, _, field = name.rpartition(".")
             self._fields.setdefault(module, []).append(field)
-        self.cos_sin = rotary(plan).to(device)
+        self._device = device
+        self._made: dict[str, torch.Tensor] = {}
+        self._cos_sin = {local: rotary(plan, local).to(device) for local in rotations(plan.program)}
 
     @property
     def nbytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._tensors.values()) + self.cos_sin.nbytes
+        return sum(tensor.nbytes for held in (self._tensors, self._made) for tensor in held.values()) + sum(
+            table.nbytes for table in self._cos_sin.values())
+
+    def cos_sin(self, local: bool) -> torch.Tensor:
+        """The rotary table of all layers, or of those with a window where these have their own."""
+        return self._cos_sin[local]
+
+    def norm(self, module: str, offset: float) -> torch.Tensor:
+        """A norm's weight; with an ``offset`` float32, as what Gemma adds 1 to has more digits than their sum."""
+        stored = self.vector(f"{module}.weight")
+        if offset == 0.0:
+            return stored
+        if module not in self._made:
+            self._made[module] = stored.float() + offset
+        return self._made[module]
 
     def vector(self, name: str) -> torch.Tensor:
         """A tensor by its whole name."""
@@ -197,6 +213,11 @@ class DeviceWeights:
             raise EngineError(f"the engine holds a tensor that its plan does not read: {left[0]}", "Build it again.")
 
 
-def rotary(plan: Plan) -> torch.Tensor:
-    """float32 [max_seq_len, head_dim]: cosines, then sines, of every position (see ``kernels/rope_kv``)."""
-    return torch.cat(cosines_and_sines(plan.model.rope, plan.model.head_dim, plan.limits.max_seq_len), -1)
+def rotations(program: Program) -> list[bool]:
+    """The rotary tables that a program asks for, by whether they are local."""
+    return sorted({op.local for op in program.ops if isinstance(op, Rope | RopeKV)})
+
+
+def rotary(plan: Plan, local: bool) -> torch.Tensor:
+    """float32 [max_seq_len, rotary_dim]: cosines, then sines, of every position (see ``kernels/rope_kv``)."""
+    return torch.cat(cosines_and_sines(plan.model.rope_of(local), plan.model.head_dim, plan.limits.max_seq_len), -1)
