@@ -8,7 +8,9 @@ import torch
 from engines.kernels.impl import DeviceFacts, KernelConfig, LinearImpl, LinearShape
 from engines.kernels.linear.int4_a8 import Int4A8
 from engines.kernels.linear.int4_a16 import Int4A16
+from engines.kernels.linear.int4_dot16 import dot16_workspace
 from engines.kernels.linear.int4_layout import Geometry, Int4WeightError, Order, dequantize, pack_int4, unpack_int4
+from engines.kernels.linear.split_k import TICKETS
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -55,7 +57,7 @@ def judge(out: torch.Tensor, want: torch.Tensor, rms: float, peak: float, what: 
 
 
 def run(name: str, config: KernelConfig, case: tuple[int, int, int], m: int, dtype: torch.dtype,
-        exact: bool = True, bias: bool = False) -> None:
+        exact: bool = True, bias: bool = False) -> torch.Tensor:
     n, k, group = case
     impl = IMPLS[name]
     codes, scale = weight(n, k, group, n + k, exact)
@@ -65,12 +67,16 @@ def run(name: str, config: KernelConfig, case: tuple[int, int, int], m: int, dty
     x, x_scale = x.to(DEVICE), None if x_scale is None else x_scale.to(DEVICE)
     out = torch.full((m, n), float("nan"), dtype=dtype, device=DEVICE)
     needed = impl.workspace_bytes(LinearShape(m, n, k, group), config)
-    workspace = torch.zeros(needed, dtype=torch.uint8, device=DEVICE) if needed else None
+    workspace = torch.full((needed,), 255, dtype=torch.uint8, device=DEVICE) if needed else None
+    if workspace is not None:
+        workspace[:4 * TICKETS] = 0
     got = impl.launch(x, packed, config, out, x_scale=x_scale, workspace=workspace)
     assert got is out
-    rounds = config.kernel == "mm" or (config.kernel == "dot" and dict(config.meta).get("FOLD"))
+    assert workspace is None or not workspace[:4 * TICKETS].any(), "a ticket was left behind"
+    rounds = config.kernel == "mm" or (config.kernel in ("dot", "dot16") and dict(config.meta).get("FOLD"))
     rms, peak = (6e-3, 4e-2) if rounds else (2.5e-3, 1.6e-2) if CUDA else (5e-3, 3e-2)  # the interpreter truncates bf16
     judge(out, impl.twin(x, packed, x_scale=x_scale), rms, peak, (name, config, case, m, dtype))
+    return out
 
 
 def test_impls_follow_the_protocol():
@@ -147,6 +153,57 @@ def test_split_k_and_fold_agree_with_the_twin(name):
             run(name, fold, case, 5, ROUNDED)
 
 
+def dot16(m: int, case: tuple[int, int, int], *, fold: int = 0, split: int = 1, block_n: int = 32,
+          kernel: str = "dot16") -> KernelConfig:
+    """A ``dot16`` configuration with the token tile that its candidates have for m."""
+    block_m = min(128, max(16, 1 << (m - 1).bit_length()))
+    return KernelConfig.of(kernel, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=max(64, case[2]) if fold == 1 else case[2],
+                           SPLIT_K=split, FOLD=fold)
+
+
+@pytest.mark.parametrize("case", WEIGHTS)
+def test_dot16_agrees_with_the_twin(case):
+    for m in (1, 17, 33, 100):
+        run("int4_a8", dot16(m, case, block_n=64 if m == 33 else 32), case, m,
+            torch.float16 if m == 17 else torch.bfloat16, exact=m != 33, bias=m == 33)
+
+
+@pytest.mark.parametrize("fold", [0, 1, 2])
+@pytest.mark.parametrize("case", [(70, 576, 64), (33, 320, 32), (16, 384, 128)])
+def test_dot16_splits_and_folds(case, fold):
+    for m, split in ((33, 1), (17, 2), (130, 3)):
+        run("int4_a8", dot16(m, case, fold=fold, split=split, block_n=64), case, m, ROUNDED, bias=m == 17)
+
+
+@pytest.mark.parametrize("split", [1, 3])
+def test_dot16_has_the_sums_of_dot(split):
+    case = (70, 576, 64)
+    wide = run("int4_a8", dot16(33, case, split=split), case, 33, ROUNDED)
+    narrow = run("int4_a8", dot16(33, case, split=split, kernel="dot"), case, 33, ROUNDED)
+    if CUDA:
+        judge(wide, narrow.float(), 1e-4, 1e-2, "dot16 against dot")
+    else:
+        assert torch.equal(wide, narrow)
+
+
+@pytest.mark.parametrize(("k", "group"), [(64, 32), (576, 64), (2432, 128)])
+def test_widened_activations_lie_as_the_docstring_says(k, group):
+    impl, m, n = IMPLS["int4_a8"], 5, 16
+    packed = impl.pack(*(t.to(DEVICE) for t in weight(n, k, group, 1)))
+    x, scale = activations("int4_a8", m, k, group, 2, torch.bfloat16)
+    assert scale is not None
+    config, shape = dot16(m, (n, k, group)), LinearShape(m, n, k, group)
+    workspace = torch.zeros(dot16_workspace(shape, config), dtype=torch.uint8, device=DEVICE)
+    out = torch.empty(m, n, dtype=torch.bfloat16, device=DEVICE)
+    impl.launch(x.to(DEVICE), packed, config, out, x_scale=scale.to(DEVICE), workspace=workspace)
+    wide = workspace[4 * TICKETS:][:2 * m * k].view(torch.bfloat16).view(m, k).cpu()
+    for place in range(k):
+        j, i1, e1, c, e0 = place // 32, place // 16 % 2, place // 8 % 2, place // 2 % 4, place % 2
+        assert torch.equal(wide[:, place], x[:, 32 * j + 8 * c + 4 * i1 + e1 + 2 * e0].bfloat16()), place
+    turned = workspace[4 * TICKETS + -(-2 * m * k // 256) * 256:][:4 * 16 * (k // group)].view(torch.float32)
+    assert torch.equal(turned.view(-1, 16)[:, :m].cpu(), scale.t())
+
+
 @pytest.mark.parametrize("name", list(IMPLS))
 @pytest.mark.parametrize("case", WEIGHTS)
 def test_mm_agrees_with_the_twin(case, name):
@@ -165,12 +222,13 @@ def test_bias_is_added(name):
 
 
 @pytest.mark.parametrize("name", list(IMPLS))
-def test_candidates_run_here(name):
-    shape = LinearShape(5, 65, 576, 64)
+@pytest.mark.parametrize("m", [5, 33])
+def test_candidates_run_here(name, m):
+    shape = LinearShape(m, 65, 576, 64)
     configs = IMPLS[name].candidates(shape, here())
     assert 1 <= len(configs) <= 25
     for config in configs if CUDA else configs[:3]:
-        run(name, config, (65, 576, 64), 5, torch.bfloat16 if config.kernel == "mma" else torch.float16)
+        run(name, config, (65, 576, 64), m, torch.bfloat16 if config.kernel == "mma" else torch.float16)
 
 
 @pytest.mark.parametrize("name", list(IMPLS))
@@ -178,11 +236,14 @@ def test_candidates_run_here(name):
     (6144, 4096, 128), (28672, 4096, 128), (4096, 14336, 128), (576, 576, 64), (49152, 576, 64), (576, 1536, 64),
     (77, 1536, 64)])
 def test_candidates_are_few_and_distinct(name, n, k, group):
-    for m in (1, 8, 16, 32, 64, 256, 16384):
+    for m in (1, 8, 16, 17, 32, 64, 128, 256, 512, 1024, 16384):
         configs = IMPLS[name].candidates(LinearShape(m, n, k, group), H200)
         assert (1 if m > 1024 else 2) <= len(configs) <= 25, (m, len(configs))
         assert len(set(configs)) == len(configs)
         assert all("SPLIT_K" in dict(c.meta) and "BLOCK_K" in dict(c.meta) for c in configs)
+        bodies = {c.kernel for c in configs[:6]}
+        assert ("dot16" in bodies) == (name == "int4_a8" and 16 < m <= 1024), (m, bodies)
+        assert "dot" in bodies or not 16 < m <= 1024, (m, bodies)
 
 
 @pytest.mark.parametrize("name", list(IMPLS))
@@ -213,6 +274,10 @@ def test_wrong_operands_are_refused():
         a8.launch(x, packed, config, out)
     with pytest.raises(ValueError, match="has no kernel"):
         a16.launch(x, packed, KernelConfig.of("gemm"), out)
+    with pytest.raises(ValueError, match="has no kernel 'dot16'; it has mma, dot, mm"):
+        a16.launch(x, packed, dot16(2, (16, 64, 32)), out)
+    with pytest.raises(ValueError, match="the workspace has 0 bytes"):
+        a8.launch(x.to(torch.int8), packed, dot16(2, (16, 64, 32)), out, x_scale=torch.ones(2, 2, device=DEVICE))
     with pytest.raises(ValueError, match="workspace"):
         a16.launch(x, packed, KernelConfig.of("mm", BLOCK_N=32, BLOCK_K=64, SPLIT_K=1), out)
 

@@ -2,17 +2,19 @@
 
     out[t, r] = sum_g scale[r, g] * x_scale[t, g] * sum_{k in g} q[r, k] * c[t, k]     q in [-8, 7], c in [-127, 127]
 
-The inner sum is an exact int32 (at most 128 * 8 * 127, times 16 as the kernels hold 16 q); only the outer sum over
-groups is fp32. Activations come from a kernel with the ``INT8_GROUP`` epilogue (``engines.kernels.jit``), whose scale
-multiplies the code. The activation rounding costs about 0.6 % of a vector's norm, so this is a scheme of its own, not a
-faster way to run W4A16.
+The inner sum is exact, in int32 as in fp32 (at most 128 * 8 * 127, times 16 where kernels hold 16 q); only the outer
+sum over groups rounds. ``mm`` and folded ``dot16`` round the operands to 16 bits first. Activations come from a kernel
+with the ``INT8_GROUP`` epilogue (``engines.kernels.jit``), whose scale multiplies the code. The activation rounding
+costs about 0.6 % of a vector's norm, so this is a scheme of its own, not a faster way to run W4A16.
 
-``mma`` up to 32 tokens, ``dot`` for more (IGMMA on Hopper), ``mm`` (both sides widened to 16 bits) for prefill.
+``mma`` up to 32 tokens; for more ``dot`` (int8 x int8) and ``dot16`` (activations widened to 16 bits first); ``mm``
+(both sides widened to 16 bits) for prefill.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain, zip_longest
 
 import torch
 
@@ -29,6 +31,10 @@ _EIGHT = ((8, 4, 2, 0, 8), (8, 4, 1, 0, 8), (4, 4, 1, 0, 8), (2, 2, 2, 0, 0), (8
 _MORE = ((8, 4, 2, 0, 0), (4, 4, 2, 0, 0), (4, 2, 2, 0, 0), (8, 2, 2, 0, 0), (8, 4, 1, 0, 0))
 _DOT = ((64, 4, 3, 0), (128, 8, 3, 0), (64, 4, 4, 0), (128, 8, 4, 0))
 # (warps, UNIT, RT, programs per SM, STAGED) and (BLOCK_N, warps, stages, FOLD); fastest first on an H200, 2026-11-29
+_FEW_DOT16 = ((64, 4, 4, 0), (64, 4, 4, 2), (128, 8, 3, 0))
+_DOT16 = ((128, 8, 3, 0), (128, 8, 3, 2), (64, 4, 3, 0), (128, 8, 3, 1), (64, 4, 3, 2), (128, 8, 4, 0))
+# the winners of W4A16 with each FOLD that int4_dot16 has; not timed yet
+_MOST = 24
 
 
 class Int4A8(Int4Linear):
@@ -43,9 +49,16 @@ class Int4A8(Int4Linear):
         few = mma_configs(shape, _ONE if shape.m == 1 else _EIGHT if shape.m <= 8 else _MORE, device, pdl=pdl)
         if few and shape.m <= 8:
             return few
-        many = dot_configs(shape, device, _DOT if shape.m > 32 else _DOT[:3], pdl=pdl) if shape.m <= 1024 else []
         unpack = [unpack_config(shape, pdl)] if shape.m >= 256 or not device.capability else []
-        return few + many + unpack if shape.m <= 16 else many + few + unpack
+        if shape.m > 1024:
+            return unpack
+        many = dot_configs(shape, device, _DOT if shape.m > 32 else _DOT[:3], pdl=pdl)
+        if shape.m <= 16:
+            return few + many + unpack
+        wide = dot_configs(shape, device, _DOT16 if shape.m > 32 else _FEW_DOT16, pdl=pdl, kernel="dot16")
+        turns = [config for config in chain(*zip_longest(many, wide)) if config is not None]  # a short race sees both
+        turns = turns[:_MOST - len(few) - len(unpack)]
+        return turns[:2] + unpack + turns[2:] + few
 
     def check(self, x: torch.Tensor, packed: Packed, out: torch.Tensor, x_scale: torch.Tensor | None) -> None:
         """Raises ValueError when the operands do not fit."""

@@ -6,14 +6,15 @@ A program owns ``BLOCK_N`` rows (weights stand on the matrix instruction's 64-wi
 step takes one group of inputs, or ``BLOCK_K`` of them when FOLD is set:
 
     words   [tiles, chunks, lanes]  the storage of ``int4_layout``, loaded as it lies
-    weights [BLOCK_N, BLOCK_K]      widened by shifts and masks (2 instructions a weight), put in place by a permutation
-                                    of axes; the order of storage is that of the instruction's register operand, so
+    weights [BLOCK_N, BLOCK_K]      widened by shifts and masks (1 or 2 instructions each), put in place by permuting
+                                    axes; the order of storage is that of the instruction's register operand, so
                                     this costs no traffic
     x       [BLOCK_K, BLOCK_M]      through shared memory, pipelined
     sum     [BLOCK_N, BLOCK_M]      fp32; the group's part is scaled in fp32 and added
 
-FOLD (A16 only) multiplies the scale into the weight first, rounded to x's type: one accumulator instead of two and no
-wait at the end of each group, at the price of that rounding (2^-9 relative for bf16, the same as dequantizing to bf16).
+FOLD (16-bit x only) multiplies the scale into the weight first, rounded to x's type: one accumulator instead of two and
+no wait at the end of each group, at the price of that rounding (2^-9 relative for bf16, as dequantizing to bf16 has).
+FLIP reads words of order A8 as 16-bit numbers, for activations in the order that ``int4_dot16`` makes.
 ``SPLIT_K`` as in ``split_k``. All arithmetic is plain Triton, so the interpreter runs it; there weights and activations
 are fp32 in the dot (bf16 is wrong there).
 """
@@ -26,7 +27,7 @@ import triton.language as tl
 
 from engines.kernels.impl import KernelConfig, LinearShape, Packed
 from engines.kernels.jit import INTERPRETED, gdc_launch, gdc_wait, launch_options
-from engines.kernels.linear.int4_layout import scales_per_load
+from engines.kernels.linear.int4_layout import Order, scales_per_load
 from engines.kernels.linear.split_k import (
     is_last_split,
     split_k_bytes,
@@ -40,16 +41,17 @@ __all__ = ["dot_workspace", "launch_int4_dot", "load_scales", "load_weights"]
 
 @triton.jit
 def load_weights(w_ptr, first_tile, tiles, k0, CHUNKS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-                 A8: tl.constexpr, WIDE: tl.constexpr, FP16: tl.constexpr) -> tl.tensor:
+                 A8: tl.constexpr, FLIP: tl.constexpr, WIDE: tl.constexpr, FP16: tl.constexpr) -> tl.tensor:
     """Codes of BLOCK_N rows x BLOCK_K inputs from k0: bf16, fp16 (FP16), fp32 (WIDE) or, for A8, int8 16 q.
 
-    ``w_ptr`` points to the words (A16) or to their bytes (A8). BLOCK_K is 32 or a multiple of 64.
+    BLOCK_K is 32 or a multiple of 64. FLIP: the words are of order A8, and the inputs come out in the order of
+    ``int4_dot16``.
 
-    A16: two weights at a time, as they lie in a word, and tiles next to lanes: warps are dealt tiles, as the matrix
-    instruction deals rows to warps. What comes out *is* its register operand: nothing passes through shared memory.
+    Two weights at a time (A8: four), as they lie in a word, and tiles next to lanes: warps are dealt tiles, as the
+    matrix instruction deals rows to warps. What comes out *is* its register operand: nothing widened passes through
+    shared memory.
     """
     TILES: tl.constexpr = BLOCK_N // 16
-    PART: tl.constexpr = 4 if A8 else 1  # pieces of a word
     HALVES: tl.constexpr = 1 if BLOCK_K == 32 else 2
     STEP: tl.constexpr = BLOCK_K // 32 // HALVES
     if A8:
@@ -59,21 +61,23 @@ def load_weights(w_ptr, first_tile, tiles, k0, CHUNKS: tl.constexpr, BLOCK_N: tl
         tile = tl.minimum(first_tile + tl.arange(0, TILES), tiles - 1)[None, :, None, None]
         chunk = (k0 // 64 + tl.arange(0, STEP))[:, None, None, None]
     lane = tl.arange(0, 32)[None, None, :, None]
-    piece = tl.arange(0, 2 * PART * HALVES)[None, None, None, :]
-    inner = chunk * (128 * PART) + lane * (4 * PART) + piece
+    inner = chunk * 128 + lane * 4 + tl.arange(0, 2 * HALVES)[None, None, None, :]
     if HALVES == 1:
-        inner += k0 % 64 // 32 * (2 * PART)
-    w = tl.load(w_ptr + tile * (CHUNKS * 128 * PART) + inner)
+        inner += k0 % 64 // 32 * 2
+    w = tl.load(w_ptr + tile * (CHUNKS * 128) + inner)
     if A8:
-        both = tl.join(w << 4, w & -16)
-        both = tl.reshape(both, (TILES, STEP, 8, 4, HALVES, 2, 4, 2))  # tile chunk r c i2 i1 e h
-        values = tl.reshape(tl.permute(both, (0, 7, 2, 1, 4, 3, 5, 6)), (BLOCK_N, BLOCK_K))
+        HIGH: tl.constexpr = -0x0F0F0F10  # 0xf0f0f0f0
+        both = tl.join((w << 4) & HIGH, w & HIGH)  # ... h
+        even = tl.join(both.to(tl.int8), (both >> 16).to(tl.int8))
+        odd = tl.join((both >> 8).to(tl.int8), (both >> 24).to(tl.int8))
+        values = tl.reshape(tl.join(even, odd), (TILES, STEP, 8, 4, HALVES, 2, 2, 4))  # tile chunk r c i2 i1 h e
+        values = tl.reshape(tl.permute(values, (0, 6, 2, 1, 4, 3, 5, 7)), (BLOCK_N, BLOCK_K))
     else:
         low = tl.join(w & 0x000F000F, (w >> 4) & 0x000F000F)
         high = tl.join((w >> 8) & 0x000F000F, (w >> 12) & 0x000F000F)
-        pairs = tl.join(low, high)  # ... h, e1
-        if not WIDE:
-            pairs = pairs | (0x64006400 if FP16 else 0x43004300)
+        BASE: tl.constexpr = 0 if WIDE else 0x64006400 if FP16 else 0x43004300
+        SIGNS: tl.constexpr = 0x00080008 if FLIP else 0  # two's complement to q + 8
+        pairs = tl.join(low, high) ^ (BASE + SIGNS)  # ... h, e1
         codes = tl.join(pairs.to(tl.int16), (pairs >> 16).to(tl.int16))  # ... e0
         if WIDE:
             values = codes.to(tl.float32) - 8.0
@@ -98,6 +102,18 @@ def load_scales(s_ptr, first_tile, tiles, g0, GROUPS: tl.constexpr, BLOCK_N: tl.
 
 
 @triton.jit
+def load_token_scales(pointers, BLOCK_N: tl.constexpr, BLOCK_M: tl.constexpr) -> tl.tensor:
+    """A scale for each token (pointers [BLOCK_M]), fp32 [BLOCK_N, BLOCK_M] with equal rows.
+
+    Asked for as it is, each thread would copy every scale of its columns, up to 32 four-byte copies a step. 256 copies
+    in all are one a thread (and enough for the compiler not to go back to many): all rows read theirs from there.
+    """
+    COPIES: tl.constexpr = 256 // BLOCK_M
+    scale = tl.load(tl.broadcast_to(pointers[None, :], (COPIES, BLOCK_M)))
+    return tl.reshape(tl.broadcast_to(scale[None, :, :], (BLOCK_N // COPIES, COPIES, BLOCK_M)), (BLOCK_N, BLOCK_M))
+
+
+@triton.jit
 def _store_out(acc, bias_ptr, y_ptr, row, token, m, n, HAS_BIAS: tl.constexpr) -> None:
     """acc [rows, tokens] (+ bias [n]) -> y [m, n]."""
     if HAS_BIAS:
@@ -110,8 +126,12 @@ def _store_out(acc, bias_ptr, y_ptr, row, token, m, n, HAS_BIAS: tl.constexpr) -
 def int4_dot(x_ptr, xs_ptr, w_ptr, s_ptr, bias_ptr, y_ptr, partial_ptr, ticket_ptr, m, n, K: tl.constexpr,
              GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
              SPLIT_K: tl.constexpr, FOLD: tl.constexpr, STAGES: tl.constexpr, PER_LOAD: tl.constexpr, A8: tl.constexpr,
-             WIDE: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr):
-    """Grid (tiles of rows, SPLIT_K, tiles of tokens)."""
+             FLIP: tl.constexpr, X_SCALES: tl.constexpr, WIDE: tl.constexpr, HAS_BIAS: tl.constexpr,
+             PDL: tl.constexpr):
+    """Grid (tiles of rows, SPLIT_K, tiles of tokens).
+
+    A8: ``xs`` [m, K / GROUP]. X_SCALES: ``xs`` [K / GROUP, tokens of all tiles], multiplied onto each group's sum.
+    """
     FP16: tl.constexpr = x_ptr.dtype.element_ty == tl.float16
     GROUPS: tl.constexpr = (K + 4 * GROUP - 1) // (4 * GROUP) * 4
     CHUNKS: tl.constexpr = GROUPS * GROUP // 64
@@ -131,7 +151,7 @@ def int4_dot(x_ptr, xs_ptr, w_ptr, s_ptr, bias_ptr, y_ptr, partial_ptr, ticket_p
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
     for step in tl.range(begin, end, num_stages=STAGES):
         k0 = step * BLOCK_K
-        w = load_weights(w_ptr, first_tile, tiles, k0, CHUNKS, BLOCK_N, BLOCK_K, A8, WIDE, FP16)
+        w = load_weights(w_ptr, first_tile, tiles, k0, CHUNKS, BLOCK_N, BLOCK_K, A8, FLIP, WIDE, FP16)
         if K % BLOCK_K == 0:
             x = tl.load(x_rows + (k0 + inner)[:, None])
         else:
@@ -139,12 +159,15 @@ def int4_dot(x_ptr, xs_ptr, w_ptr, s_ptr, bias_ptr, y_ptr, partial_ptr, ticket_p
         s = load_scales(s_ptr, first_tile, tiles, k0 // GROUP, GROUPS, BLOCK_N, BLOCK_K // GROUP, PER_LOAD)
         if A8:
             part = tl.dot(w, x, out_dtype=tl.int32).to(tl.float32)
-            xs = tl.load(xs_ptr + here * (K // GROUP) + step)
-            acc += part * (tl.sum(s, 1)[:, None] * xs[None, :])
+            xs = load_token_scales(xs_ptr + here * (K // GROUP) + step, BLOCK_N, BLOCK_M)
+            acc += part * (tl.sum(s, 1)[:, None] * xs)
         elif FOLD:
             scaled = tl.reshape(w, (BLOCK_N, BLOCK_K // GROUP, GROUP)).to(tl.float32) * s[:, :, None]
             w = tl.reshape(scaled, (BLOCK_N, BLOCK_K)).to(w.dtype)
             acc = tl.dot(w, x.to(w.dtype), acc, input_precision="ieee")
+        elif X_SCALES:  # absent tokens have a place, whatever it holds: what comes of it is not stored
+            xs = load_token_scales(xs_ptr + step * (tl.num_programs(2) * BLOCK_M) + token, BLOCK_N, BLOCK_M)
+            acc += tl.dot(w, x.to(w.dtype), input_precision="ieee") * (tl.sum(s, 1)[:, None] * xs)
         else:
             acc += tl.dot(w, x.to(w.dtype), input_precision="ieee") * tl.sum(s, 1)[:, None]
     if A8:
@@ -165,23 +188,25 @@ def dot_workspace(shape: LinearShape, config: KernelConfig) -> int:
     return split_k_bytes(tiles, config["SPLIT_K"], config["BLOCK_N"] * config["BLOCK_M"])
 
 
-def launch_int4_dot(x: torch.Tensor, packed: Packed, config: KernelConfig, out: torch.Tensor, *,
+def launch_int4_dot(x: torch.Tensor, packed: Packed, config: KernelConfig, out: torch.Tensor, *, order: Order,
                     x_scale: torch.Tensor | None = None, workspace: torch.Tensor | None = None) -> None:
     """out [m, n] by ``int4_dot``. ``config.meta``: BLOCK_M, BLOCK_N, BLOCK_K, SPLIT_K, FOLD.
 
-    x is bf16 or fp16 [m, k] (A16), or int8 codes with ``x_scale`` [m, k / group] (A8, BLOCK_K = group).
+    Words of order A16: x bf16 or fp16 [m, k]. Order A8: x int8 codes with ``x_scale`` [m, k / group] and BLOCK_K the
+    group, or both as ``int4_dot16`` makes them.
     """
     a8 = x.dtype == torch.int8
+    flip = order is Order.A8 and not a8
     words, scales = packed.tensors["words"], packed.tensors["scales"]
     m = out.shape[0]
     shape = LinearShape(m, packed.n, packed.k, packed.group)
     views = split_k_views(workspace, dot_workspace(shape, config))
     partials, tickets = (words, words) if views is None else views
     grid = (triton.cdiv(packed.n, config["BLOCK_N"]), config["SPLIT_K"], triton.cdiv(m, config["BLOCK_M"]))
-    pieces = words.view(torch.int8) if a8 else words
     bias = packed.tensors.get("bias")
-    int4_dot[grid](x, scales if x_scale is None else x_scale, pieces, scales, scales if bias is None else bias, out,
+    int4_dot[grid](x, scales if x_scale is None else x_scale, words, scales, scales if bias is None else bias, out,
                    partials, tickets, m, packed.n, K=packed.k, GROUP=packed.group, BLOCK_M=config["BLOCK_M"],
                    BLOCK_N=config["BLOCK_N"], BLOCK_K=config["BLOCK_K"], SPLIT_K=config["SPLIT_K"],
-                   FOLD=bool(config["FOLD"]), STAGES=config.num_stages, PER_LOAD=scales_per_load(scales.dtype), A8=a8,
-                   WIDE=INTERPRETED, HAS_BIAS=bias is not None, **launch_options(config))
+                   FOLD=config["FOLD"] == 1, STAGES=config.num_stages, PER_LOAD=scales_per_load(scales.dtype), A8=a8,
+                   FLIP=flip, X_SCALES=flip and config["FOLD"] == 0, WIDE=INTERPRETED, HAS_BIAS=bias is not None,
+                   **launch_options(config))

@@ -2,6 +2,7 @@
 
     mma   ``int4_mma``: up to 32 tokens, weights straight into registers (NVIDIA sm_80 and later)
     dot   ``int4_dot``: any number of tokens, plain Triton (also in the interpreter)
+    dot16 ``int4_dot16``: the same for int8 activations that are widened to 16 bits first (order A8 only)
     mm    ``int4_mm``: a 16-bit scratch and torch.mm
 """
 
@@ -16,6 +17,7 @@ import triton
 from engines.kernels.impl import DeviceFacts, KernelConfig, LinearShape, Packed
 from engines.kernels.jit import launch_options, next_pow2
 from engines.kernels.linear.int4_dot import dot_workspace, launch_int4_dot
+from engines.kernels.linear.int4_dot16 import dot16_workspace, launch_int4_dot16
 from engines.kernels.linear.int4_layout import (
     GROUPS,
     Geometry,
@@ -70,6 +72,8 @@ class Int4Linear:
         """Bytes of scratch ``launch`` needs; split-K's must be zeroed before its first use (see split_k)."""
         if config.kernel == "dot":
             return dot_workspace(shape, config)
+        if config.kernel == "dot16":
+            return dot16_workspace(shape, config)
         return mm_workspace(shape, self.order is Order.A8) if config.kernel == "mm" else 0
 
     def launch(self, x: torch.Tensor, packed: Packed, config: KernelConfig, out: torch.Tensor, *,
@@ -81,11 +85,14 @@ class Int4Linear:
         if config.kernel == "mma":
             _launch_mma(x, packed, config, out, x_scale)
         elif config.kernel == "dot":
-            launch_int4_dot(x, packed, config, out, x_scale=x_scale, workspace=workspace)
+            launch_int4_dot(x, packed, config, out, order=self.order, x_scale=x_scale, workspace=workspace)
+        elif config.kernel == "dot16" and x_scale is not None:
+            launch_int4_dot16(x, packed, config, out, x_scale=x_scale, workspace=workspace)
         elif config.kernel == "mm":
             launch_int4_mm(x, packed, config, out, x_scale=x_scale, workspace=workspace)
         else:
-            raise ValueError(f"{self.name} has no kernel {config.kernel!r}; it has mma, dot, mm")
+            kernels = "mma, dot, mm" if x_scale is None else "mma, dot, dot16, mm"
+            raise ValueError(f"{self.name} has no kernel {config.kernel!r}; it has {kernels}")
         return out
 
     def product(self, x: torch.Tensor, packed: Packed) -> torch.Tensor:
@@ -141,12 +148,12 @@ def mma_configs(shape: LinearShape, choices: Sequence[MmaChoice], device: Device
 
 
 def dot_configs(shape: LinearShape, device: DeviceFacts, choices: Sequence[tuple[int, int, int, int]], *,
-                pdl: bool) -> list[KernelConfig]:
-    """``dot`` configurations from (BLOCK_N, warps, stages, FOLD), with the splits of k that fill the device."""
+                pdl: bool, kernel: str = "dot") -> list[KernelConfig]:
+    """``dot`` or ``dot16`` configurations from (BLOCK_N, warps, stages, FOLD), split over k to fill the device."""
     block_m = min(128, max(16, next_pow2(shape.m)))
     configs = []
     for block_n, warps, stages, fold in choices:
-        block_k = max(64, shape.group) if fold else shape.group
+        block_k = max(64, shape.group) if fold == 1 else shape.group
         tiles = triton.cdiv(shape.n, block_n) * triton.cdiv(shape.m, block_m)
         steps = triton.cdiv(shape.k, block_k)
         for split in (1, 2, 4, 8):
@@ -155,7 +162,7 @@ def dot_configs(shape: LinearShape, device: DeviceFacts, choices: Sequence[tuple
                 break
             if 4 * tiles * split < device.num_sms and 8 * split < steps and split < 8:
                 continue  # most of the device would idle, and a larger split is coming
-            configs.append(KernelConfig.of("dot", num_warps=warps, num_stages=stages, pdl=pdl, BLOCK_M=block_m,
+            configs.append(KernelConfig.of(kernel, num_warps=warps, num_stages=stages, pdl=pdl, BLOCK_M=block_m,
                                            BLOCK_N=block_n, BLOCK_K=block_k, SPLIT_K=split, FOLD=fold))
     return configs
 

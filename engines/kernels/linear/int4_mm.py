@@ -36,7 +36,7 @@ def int4_unpack(w_ptr, s_ptr, out_ptr, n, K: tl.constexpr, GROUP: tl.constexpr, 
     k0 = tl.program_id(1) * BLOCK_K
     tiles = (n + 15) // 16
     gdc_launch(PDL)
-    w = load_weights(w_ptr, first_tile, tiles, k0, GROUPS * GROUP // 64, BLOCK_N, BLOCK_K, A8, True, False)
+    w = load_weights(w_ptr, first_tile, tiles, k0, GROUPS * GROUP // 64, BLOCK_N, BLOCK_K, A8, False, True, False)
     s = load_scales(s_ptr, first_tile, tiles, k0 // GROUP, GROUPS, BLOCK_N, BLOCK_K // GROUP, PER_LOAD)
     if A8:
         s *= 0.0625
@@ -80,7 +80,7 @@ def launch_int4_mm(x: torch.Tensor, packed: Packed, config: KernelConfig, out: t
     a8 = x_scale is not None
     block_n, block_k = config["BLOCK_N"], config["BLOCK_K"]
     int4_unpack[(triton.cdiv(n, block_n), triton.cdiv(k, block_k))](
-        words.view(torch.int8) if a8 else words, scales, weight, n, K=k, GROUP=packed.group, BLOCK_N=block_n,
+        words, scales, weight, n, K=k, GROUP=packed.group, BLOCK_N=block_n,
         BLOCK_K=block_k, PER_LOAD=scales_per_load(scales.dtype), A8=a8, **launch_options(config))
     if x_scale is not None:
         wide = raw[needed - 2 * m * k: needed].view(out.dtype).view(m, k)
