@@ -14,18 +14,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
 import shutil
 import subprocess
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from benchmarks.gpu_model import FP8_KV, SCHEMES, RandomCheckpoint
+from benchmarks.gpu_profile import profile, profile_prefill, prompts, say
 from calib.progress import Progress
 from calib.scheme import BF16
 from engines.build.builder import build
@@ -37,7 +36,6 @@ from engines.request import SamplingParams
 from engines.runtime.cuda.memory import release
 from evals.bench import BenchCell, table, write_cells
 
-START = time.perf_counter()
 DECODE_BATCHES = (1, 8, 32, 128, 256)
 PREFILLS = ((1, 128), (1, 2048), (8, 2048), (32, 2048))
 LONG = ((1, 8192), (16, 8192), (1, 32768), (16, 32768))
@@ -45,10 +43,6 @@ LONG = ((1, 8192), (16, 8192), (1, 32768), (16, 32768))
 PEERS = {"bf16": ("bf16",), "fp8": ("fp8",), "int8": ("int8",),
          "int4_awq": ("awq", "awq:VLLM_DISABLED_KERNELS=MacheteLinearKernel;TAG=-marlin"),
          "int4_awq_a8": ("awq", "awq:VLLM_DISABLED_KERNELS=MacheteLinearKernel;TAG=-marlin")}
-
-
-def say(*words: object) -> None:
-    print(f"[{time.perf_counter() - START:6.1f}]", *words, flush=True)
 
 
 class Reporter:
@@ -61,12 +55,6 @@ class Reporter:
         if event.stage != self._stage or (event.total is not None and event.done == event.total):
             self._stage = event.stage
             say(f"{event.stage} {event.done:.0f}/{event.total} {event.message}")
-
-
-def prompts(batch: int, isl: int) -> list[list[int]]:
-    """Seeded ids of ordinary tokens."""
-    source = random.Random(batch * 100003 + isl)
-    return [[source.randrange(1000, 100000) for _ in range(isl)] for _ in range(batch)]
 
 
 def seconds(llm: LLM, batch: int, isl: int, osl: int, repeats: int) -> list[float]:
@@ -133,12 +121,17 @@ class Cells:
             self.add(f"prefill {self.label} batch={batch} isl={isl}", batch * isl / min(times), "tok/s")
 
     def long(self, shapes: tuple[tuple[int, int], ...]) -> None:
-        """The last sequence's own steps: when its first token comes, all are decoding."""
+        """The last sequence's own steps: when its first token comes, all are decoding, and are still when it ends."""
         for batch, isl in shapes:
-            if isl + 64 > self.plan.limits.max_seq_len:
+            if isl + 128 > self.plan.limits.max_seq_len:
                 continue
-            outputs = self.llm.generate(prompts(batch, isl), SamplingParams(max_tokens=48, ignore_eos=True))
-            last = max(outputs, key=lambda output: output.ttft_s or 0.0)
+            counts = [48 + 4 * batch] * (batch - 1) + [48]
+            outputs = self.llm.generate(prompts(batch, isl), [SamplingParams(max_tokens=count, ignore_eos=True)
+                                                              for count in counts])
+            last = outputs[-1]
+            if any((output.ttft_s or 0.0) > (last.ttft_s or 0.0) or (output.e2e_s or 0.0) < (last.e2e_s or 0.0)
+                   for output in outputs):
+                raise RuntimeError("the last prompt was not decoded beside all the others")
             assert last.e2e_s is not None
             assert last.ttft_s is not None
             step = (last.e2e_s - last.ttft_s) / 47 * 1e3
@@ -149,47 +142,6 @@ class Cells:
 def kv_bytes(plan: Plan) -> int:
     model = plan.model
     return 2 * model.num_layers * model.num_kv_heads * model.head_dim * (1 if plan.kv.quantized else 2)
-
-
-def recorded(llm: LLM, ids: list[list[int]], tokens: int) -> list[tuple[float, float, str]]:
-    """(end, start, name) of every kernel of one call, in order of their ends."""
-    params = SamplingParams(max_tokens=tokens, ignore_eos=True)
-    llm.generate(ids, params)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as found:
-        llm.generate(ids, params)
-    return sorted((event.time_range.end, event.time_range.start, event.name.split("(")[0][:40])
-                  for event in found.events() if event.device_type == torch.autograd.DeviceType.CUDA)
-
-
-def profile(llm: LLM, batch: int, isl: int) -> None:
-    """Where a decode step's time goes, kernel by kernel.
-
-    With programmatic dependent launch kernels overlap: one that waits for its predecessor looks long. What counts is by
-    how much each one moves the end: its own end minus the latest end before it. Kernels are told apart by neighbours.
-    """
-    spans = recorded(llm, prompts(batch, isl), 9)
-    names = [span[2] for span in spans]
-    last = max((i for i, name in enumerate(names) if "prefill" in name), default=0)
-    first = next(i for i in range(last, len(spans)) if "prepare" in names[i])
-    found: dict[str, list[float]] = defaultdict(list)
-    for i in range(first + 1, len(spans) - 1):
-        found[f"{names[i - 1][:14]} > {names[i]} > {names[i + 1][:14]}"].append(spans[i][0] - spans[i - 1][0])
-    steps = max(1, sum("prepare" in name for name in names[first:]))
-    say(f"profile batch={batch} isl={isl}, {steps} decode steps: us a step, kernels a step, median us")
-    for name, times in sorted(found.items(), key=lambda row: -sum(row[1]))[:26]:
-        print(f"    {sum(times) / steps:10.1f} {len(times) / steps:7.1f} {sorted(times)[len(times) // 2]:8.2f}  {name}")
-
-
-def profile_prefill(llm: LLM, batch: int) -> None:
-    """Where the time of ``batch`` prompts of 2048 tokens goes, and how long the device was idle between its kernels."""
-    spans = recorded(llm, prompts(batch, 2048), 1)
-    found: dict[str, list[float]] = defaultdict(list)
-    idle = sum(max(0.0, spans[i][1] - spans[i - 1][0]) for i in range(1, len(spans)))
-    for i in range(1, len(spans) - 1):
-        found[f"{spans[i][2]} > {spans[i + 1][2][:14]}"].append(spans[i][0] - max(spans[i - 1][0], spans[i][1]))
-    say(f"profile of prefill, batch={batch}: {(spans[-1][0] - spans[0][1]) / 1e3:.2f} ms, idle {idle / 1e3:.2f} ms")
-    for name, times in sorted(found.items(), key=lambda row: -sum(row[1]))[:14]:
-        print(f"    {sum(times) / 1e3:10.2f} ms {len(times):6d}  {name}")
 
 
 def peers(precision: str, folder: Path) -> Iterator[dict[str, float | str]]:
@@ -300,9 +252,10 @@ def main() -> None:
     parser.add_argument("--profile", type=int, nargs="*", default=[], metavar="BATCH")
     parser.add_argument("--profile-prefill", type=int, nargs="*", default=[], metavar="BATCH")
     parser.add_argument("--peer", action="store_true")
+    parser.add_argument("--out", type=Path, help="keep the engine in this folder's engine/")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    work = Path(tempfile.mkdtemp(prefix="toolkit-gpu-"))
+    work = Path(tempfile.mkdtemp(prefix="toolkit-gpu-")) if arguments.out is None else arguments.out
     try:
         cells = run(arguments, work)
         if arguments.peer:
@@ -311,7 +264,8 @@ def main() -> None:
         print(table(cells))
         save(cells, arguments.json)
     finally:
-        shutil.rmtree(work, ignore_errors=True)
+        if arguments.out is None:
+            shutil.rmtree(work, ignore_errors=True)
 
 
 if __name__ == "__main__":

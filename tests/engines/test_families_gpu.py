@@ -1,4 +1,4 @@
-"""Every family through the GPU engine's own runner and kernels beside the CPU engine; in Triton's interpreter or not."""
+"""Every family through the GPU engine's own runner and kernels beside the CPU engine, on a card or interpreted."""
 
 from __future__ import annotations
 
