@@ -26,8 +26,8 @@ _LIMITS = {"max_seq_len": 40, "max_batch_size": 2, "max_num_tokens": 16, "tune":
 _SIZES = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2,
           "num_key_value_heads": 1, "head_dim": 16, "initializer_range": 0.2}
 #: On a GPU: sizes that the matrix instructions take as they are.
-_WIDER = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
-          "initializer_range": 0.15}
+_WIDER: dict[str, object] = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
+                             "num_key_value_heads": 2, "initializer_range": 0.15}
 _SMALLER = {"sliding_window": 6, "max_window_layers": 1, "sliding_window_pattern": 2}
 
 
