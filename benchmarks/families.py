@@ -27,8 +27,20 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from benchmarks.families_interpreted import BOUND
 from benchmarks.family_logits import differences
-from benchmarks.tiny_families import FAMILIES, ORIGINAL, ROPES, WINDOW, Tiny, greedy, make, prompts, reference
+from benchmarks.tiny_families import (
+    FAMILIES,
+    FIRST_CALL,
+    ORIGINAL,
+    ROPES,
+    WINDOW,
+    Tiny,
+    greedy,
+    make,
+    prompts,
+    reference,
+)
 from calib.calibrate import quantize
 from calib.checkpoint import QuantizedCheckpoint
 from calib.dataset import CalibrationSet
@@ -63,7 +75,8 @@ oracle's | compiled CPU step | GPU path |
 * **int8** is made by `quantize`; the oracle is the module with dequantized weights and fake-quantized activations. Nats
   per token, on random texts.
 * The **GPU path** computes in bf16. Its column is the largest difference of a log-probability from the CPU engine, in
-  Triton's interpreter: the kernels' arithmetic and the runner, without a GPU.
+  Triton's interpreter: the kernels' arithmetic and the runner, without a GPU. The same comparison on a card, within
+  {bound}, is `tests/engines/test_families_gpu.py` (marker `gpu`).
 * A window is a mask: layers that have one keep their KV cache at full length all the same, and the plan says so.
 
 ## Rope variants
@@ -111,7 +124,7 @@ def measure(work: Path, name: str, tiny: Tiny, interpreter: float | None, *, int
     shift = ORIGINAL if _long(tiny) else 0
     texts = prompts([length + shift for length in _LENGTHS], seed=2)
     found = differences(folder, work / "weights", texts, prompts([_STEPS] * len(texts), seed=3),
-                        feed=ORIGINAL if name == "dynamic" else None)
+                        feed=FIRST_CALL.get(name))
     engine = build(QuantizedCheckpoint.open(folder), EngineSpec(tune="none", max_num_tokens=17), work / "engine")
     short = prompts([2, WINDOW - 3, 50, 60] if not shift else [ORIGINAL + 1, ORIGINAL + 40], seed=4)
     with LLM(engine) as llm:
@@ -173,6 +186,7 @@ def document(families: list[Row], ropes: list[Row]) -> str:
                 for row in families]
     variants = [f"| {row.name} | {row.logits:.0e} | {row.same_tokens} of {row.texts} |" for row in ropes]
     return _PAGE.format(window=WINDOW, original=ORIGINAL, first=first, last=last, steps=_STEPS,
+                        bound=BOUND,
                         kinds=", ".join(KINDS), architectures=", ".join(f"`{name}`" for name in sorted(ARCHITECTURES)),
                         families="\n".join(measured), ropes="\n".join(variants))
 

@@ -21,6 +21,8 @@ from engines.llm import LLM
 from engines.plan import EngineSpec
 from engines.request import SamplingParams
 
+#: Largest difference of a log-probability that bf16 activations may make against float32 ones on these models.
+BOUND = 0.25
 _STEPS = 4
 _LIMITS = {"max_seq_len": 40, "max_batch_size": 2, "max_num_tokens": 16, "tune": "none"}
 _SIZES = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2,

@@ -10,11 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.families_interpreted import worst_difference
+from benchmarks.families_interpreted import BOUND, worst_difference
 from benchmarks.tiny_families import FAMILIES
-
-#: Largest difference of a log-probability between bf16 activations and float32 ones on these models.
-BOUND = 0.25
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels run for real here")
