@@ -178,6 +178,18 @@ def engine(shop: Workshop, source: QuantizedCheckpoint, limits: Limits, label: s
     return Engine.open(place)
 
 
+def finished(shop: Workshop, path: Path) -> Engine:
+    """A prepared engine tuned for this machine's device, or found so."""
+    from engines.build.prepare import Prepared, device_here, finish
+    from engines.engine import Engine
+
+    prepared = Prepared.open(path)
+    place = shop.place("engine", "prepared", prepared=prepared.artifact.digest,
+                       device=device_here(prepared).model_dump(mode="json"))
+    shop.made(place, "engine", lambda: finish(prepared, place, shop.report, tuning=shop.home.path / "tuning"))
+    return Engine.open(place)
+
+
 def eval_settings(evaluation: Evaluation, seed: int, policy: Policy) -> EvalSettings:
     from evals.fidelity import EvalSettings
 
@@ -212,7 +224,6 @@ def baseline(shop: Workshop, source: QuantizedCheckpoint | Engine, data: EvalDat
 
     place = shop.place("baseline", "baseline", source=source.digest, data=data.digest,
                        settings=settings.model_dump(mode="json", exclude={"batch"}))
-
     def judge() -> None:
         if isinstance(source, Engine):
             with LLM(source) as llm:
@@ -246,7 +257,6 @@ def evaluation(shop: Workshop, built: Engine, data: EvalData, against: Baseline 
 
     place = shop.place("eval-report", label, engine=built.digest, baseline=against.digest if against else None,
                        data=data.digest, settings=settings.model_dump(mode="json", exclude={"batch"}))
-
     def judge() -> None:
         with LLM(built) as llm:
             evaluate(llm, llm.tokenizer, target_of(llm, label), data, against, place, shop.report, settings=settings,
@@ -264,7 +274,6 @@ def latency(shop: Workshop, built: Engine, settings: Sweep, seed: int, label: st
 
     place = shop.place("latency-sweep", label, engine=built.digest, settings=settings.model_dump(mode="json"),
                        seed=seed)
-
     def measure() -> None:
         with LLM(built) as llm:
             sweep(llm, target_of(llm, label), settings.cells, device=built.device, warmup=settings.warmup,
