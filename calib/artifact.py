@@ -32,8 +32,8 @@ from calib.scheme import Frozen
 
 CHUNK = 64 * 1024 * 1024
 MANIFEST = "manifest.json"
-KINDS = frozenset({"calibration-set", "quantized-checkpoint", "engine", "eval-report", "latency-sweep", "baseline",
-                   "search", "sensitivity", "drafter", "verdict", "release"})
+KINDS = frozenset({"calibration-set", "quantized-checkpoint", "engine", "prepared-engine", "eval-report",
+                   "latency-sweep", "baseline", "search", "sensitivity", "drafter", "verdict", "release"})
 _VERSIONED = ("torch", "triton", "transformers", "nvidia-modelopt", "lm_eval", "numpy")
 
 

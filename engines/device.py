@@ -139,3 +139,15 @@ def detect(kind: str) -> Device:
     if kind not in _DETECT:
         raise UnknownNameError("device", kind, ("cpu", "cuda"))
     return _DETECT[kind]()
+
+
+def nominal(isa: str) -> Device:
+    """A device that stands for all of its kind, for preparing what does not depend on more: "cpu", or "sm_90" and the
+    like. NoDeviceError for a GPU where Triton, or a kernel for it, is missing."""
+    if isa == "cpu":
+        return _cpu()
+    found = Device(kind="cuda", name=f"any {isa}", isa=isa, torch=torch.__version__, triton=_triton().__version__)
+    if found.capability < 80:
+        raise NoDeviceError(f"{isa} is compute capability {found.capability / 10:.1f}; the kernels need 8.0",
+                            "Use an Ampere card or newer.")
+    return found

@@ -69,10 +69,10 @@ def engine_of(shop: Workshop, name: str, engine: EngineJob | None = None, limits
     from engines.engine import Engine
 
     ref = resolve(name, shop.home, shop.store, offline=shop.offline)
-    if ref.kind == "engine":
+    if ref.kind in ("engine", "prepared-engine"):
         if engine is not None or limits is not None:
             raise UsageError(f"{name} is an engine: its recipe and limits are fixed", "Leave those options out.")
-        return Engine.open(ref.path)
+        return Engine.open(ref.path) if ref.kind == "engine" else stages.finished(shop, ref.path)
     ref.of_kind("model", "quantized-checkpoint")
     if ref.kind == "quantized-checkpoint" and engine is not None:
         raise UsageError(f"{name} is a checkpoint: its recipe is fixed", "Leave --recipe and --kv-cache out.")

@@ -178,6 +178,18 @@ def engine(shop: Workshop, source: QuantizedCheckpoint, limits: Limits, label: s
     return Engine.open(place)
 
 
+def finished(shop: Workshop, path: Path) -> Engine:
+    """A prepared engine tuned for this machine's device, or found so."""
+    from engines.build.prepare import Prepared, device_here, finish
+    from engines.engine import Engine
+
+    prepared = Prepared.open(path)
+    place = shop.place("engine", "prepared", prepared=prepared.artifact.digest,
+                       device=device_here(prepared).model_dump(mode="json"))
+    shop.made(place, "engine", lambda: finish(prepared, place, shop.report, tuning=shop.home.path / "tuning"))
+    return Engine.open(place)
+
+
 def eval_settings(evaluation: Evaluation, seed: int, policy: Policy) -> EvalSettings:
     from evals.fidelity import EvalSettings
 

@@ -24,12 +24,13 @@ from engines.build.impls import check_schemes
 from engines.build.weights import Pack, activation_keys, pack_portable, write_weights
 from engines.device import Device, detect
 from engines.engine import FORMAT, KIND, TIMINGS, TOKENIZER, Engine, EngineRecord
+from engines.models.decoder import ActivationKeys
 from engines.parallel.mesh import Mesh
 from engines.plan import EngineSpec, Plan, check_spec, fused_program, longest, make_plan
 
 
-class Source(Protocol):
-    """What a build needs of a checkpoint (``QuantizedCheckpoint`` has it)."""
+class Described(Protocol):
+    """What a plan needs to know of a checkpoint, weights aside."""
 
     @property
     def schemes(self) -> dict[str, Scheme]: ...
@@ -37,13 +38,18 @@ class Source(Protocol):
     def kv(self) -> Grid: ...
     @property
     def config(self) -> dict[str, Any]: ...
+    def tokenizer(self) -> Tokenizer: ...
+
+
+class Source(Described, Protocol):
+    """What a build needs of a checkpoint (``QuantizedCheckpoint`` has it)."""
+
     @property
     def recipe(self) -> str: ...
     @property
     def source_grid(self) -> str | None: ...
     @property
     def digest(self) -> str: ...
-    def tokenizer(self) -> Tokenizer: ...
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]: ...
 
 
@@ -57,7 +63,7 @@ class BuildEvidence(Frozen):
         return {"seconds": self.seconds, "tuning": [timing.model_dump(mode="json") for timing in self.tuning]}
 
 
-def _is_emulated(schemes: dict[str, Scheme], kv: Grid, device: Device) -> bool:
+def is_emulated(schemes: dict[str, Scheme], kv: Grid, device: Device) -> bool:
     """fp8 has no arithmetic on a CPU: its codes are widened to float32."""
     if device.kind == "cuda":
         return False
@@ -71,7 +77,12 @@ def plan_for(checkpoint: Source, spec: EngineSpec, tuning: Path | None = None, r
     """The Plan of a checkpoint for this machine, and the timings behind it. Nothing is written but the tuning cache."""
     device = detect(spec.device)
     check_schemes(checkpoint.schemes, checkpoint.kv, "cuda" if device.runs_triton else "cpu")
-    keys = activation_keys(checkpoint.tensors(), checkpoint.schemes)
+    return plan_on(device, checkpoint, activation_keys(checkpoint.tensors(), checkpoint.schemes), spec, tuning, report)
+
+
+def plan_on(device: Device, checkpoint: Described, keys: ActivationKeys, spec: EngineSpec, tuning: Path | None = None,
+            report: Report = silent) -> tuple[Plan, tuple[Frozen, ...]]:
+    """The Plan for a device that is here, of a checkpoint whose ``keys`` (``weights.activation_keys``) are known."""
     facts, _, program, _ = fused_program(checkpoint.config, checkpoint.schemes, keys)
     check_vocabulary(checkpoint.tokenizer(), facts.vocab_size)
     longest(spec, facts)
@@ -89,7 +100,8 @@ def plan_for(checkpoint: Source, spec: EngineSpec, tuning: Path | None = None, r
     return plan, tuple(timings)
 
 
-def _packer(device: Device) -> Pack:
+def packer_of(device: Device) -> Pack:
+    """How a linear's parts become what that kind of device reads."""
     if not device.runs_triton:
         return pack_portable
     from engines.build.pack_gpu import pack_gpu
@@ -97,7 +109,7 @@ def _packer(device: Device) -> Pack:
     return pack_gpu
 
 
-def _compile(plan: Plan, weights: Path, report: Report) -> None:
+def compile_kernels(plan: Plan, weights: Path, report: Report) -> None:
     """On a GPU: every kernel variant that the engine will reach."""
     if plan.device.runs_triton:
         from engines.runtime.cuda.warm import compile_plan
@@ -118,14 +130,14 @@ def build(checkpoint: Source, spec: EngineSpec, out: Path | str, report: Report 
     place.refuse_place()
     plan, timings = plan_for(checkpoint, spec, tuning, report)
     record = EngineRecord(plan=plan, recipe=checkpoint.recipe, source_grid=checkpoint.source_grid,
-                          emulated=_is_emulated(checkpoint.schemes, checkpoint.kv, plan.device), spec=spec)
+                          emulated=is_emulated(checkpoint.schemes, checkpoint.kv, plan.device), spec=spec)
     with place as writer:
         writer.record = record.model_dump(mode="json")
         report(Progress("pack weights", 0, 1, "model"))
         write_weights(checkpoint.tensors(), plan.program, plan.kv,
-                      writer.folder / Mesh.single(plan.tp, plan.pp).folder, _packer(plan.device))
+                      writer.folder / Mesh.single(plan.tp, plan.pp).folder, packer_of(plan.device))
         report(Progress("pack weights", 1, 1, "model"))
-        _compile(plan, writer.folder / Mesh.single(plan.tp, plan.pp).folder, report)
+        compile_kernels(plan, writer.folder / Mesh.single(plan.tp, plan.pp).folder, report)
         (writer.folder / TOKENIZER).mkdir()
         checkpoint.tokenizer().save(writer.folder / TOKENIZER)
         evidence = BuildEvidence(seconds=time.monotonic() - started, tuning=timings)

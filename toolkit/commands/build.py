@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from toolkit.options import KvOption, MemoryOption, OutOption, RefArgument
 from toolkit.session import Session, verb
+
+if TYPE_CHECKING:
+    from engines.build.prepare import Prepared
 
 
 def register(app: typer.Typer) -> None:
@@ -17,6 +20,9 @@ def register(app: typer.Typer) -> None:
                                                          "[default: bf16].", show_default=False)] = None,
               kv_cache: KvOption = "bf16",
               device: Annotated[str, typer.Option(help="Device to build for.")] = "cpu",
+              target: Annotated[str | None, typer.Option(show_default=False, help="Prepare for a device that is not "
+                                                         "here (cpu, sm_90, ...): weights are packed now, kernels "
+                                                         "are tuned when it is first opened there.")] = None,
               max_seq_len: Annotated[int | None, typer.Option(min=2, help="Prompt and output tokens of a sequence "
                                                               "[default: the model's].", show_default=False)] = None,
               max_batch_size: Annotated[int, typer.Option(min=1, help="Sequences in one step.")] = 16,
@@ -31,6 +37,7 @@ def register(app: typer.Typer) -> None:
         From a checkpoint, or from a model, which is calibrated first.
         """
         from engines.build.builder import build as build_engine
+        from engines.build.prepare import prepare
         from engines.device import detect
         from engines.plan import EngineSpec
         from toolkit import making
@@ -41,7 +48,11 @@ def register(app: typer.Typer) -> None:
         from toolkit.stages import Workshop
         from toolkit.store import RunStore
 
-        cap = parse_memory(memory, lambda: detect(device).memory_bytes) if memory else None
+        def all_memory() -> int:
+            if target is not None:
+                raise UsageError(f"--memory {memory} is a share of a device that is not here", "Give it in bytes.")
+            return detect(device).memory_bytes
+        cap = parse_memory(memory, all_memory) if memory else None
         spec = EngineSpec(device=device, max_seq_len=max_seq_len, max_batch_size=max_batch_size,
                           max_num_tokens=max_num_tokens, memory=cap, tune=tune, deterministic=deterministic)
         with RunStore(session.home.store) as store, session.watch() as watch:
@@ -50,6 +61,9 @@ def register(app: typer.Typer) -> None:
             if found.kind == "quantized-checkpoint" and (recipe is not None or kv_cache != "bf16"):
                 raise UsageError(f"{ref} is a checkpoint: its recipe is fixed", "Leave --recipe and --kv-cache out.")
             source = making.checkpoint_of(shop, found, EngineJob(recipe=recipe or "bf16", kv_cache=kv_cache))
+            if target is not None:
+                _show_prepared(session, prepare(source, spec, target, out, watch))
+                return
             made = build_engine(source, spec, out, watch, tuning=session.home.path / "tuning")
             store.remember(made.artifact)
         limits = made.plan.limits
@@ -59,3 +73,11 @@ def register(app: typer.Typer) -> None:
                      f"{made.path}  {made.recipe} for {made.device}, {made.size_bytes / 1e6:,.0f} MB, up to "
                      f"{limits.max_batch_size} sequences of {limits.max_seq_len} tokens", made.digest,
                      f"next: toolkit eval {out} --baseline MODEL, toolkit sweep {out}, or toolkit serve {out}")
+
+
+def _show_prepared(session: Session, made: Prepared) -> None:
+    artifact, record = made.artifact, made.record
+    session.show({"digest": artifact.digest, "path": str(artifact.path), "recipe": record.recipe,
+                  "target": record.target, "size_bytes": artifact.size_bytes}, [artifact.digest],
+                 f"{artifact.path}  {record.recipe} prepared for {record.target}, {artifact.size_bytes / 1e6:,.0f} MB; "
+                 "its kernels are tuned when it is first opened there", artifact.digest)

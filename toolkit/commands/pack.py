@@ -26,7 +26,7 @@ def register(app: typer.Typer) -> None:
         from toolkit.store import RunStore
 
         with RunStore(session.home.store) as store, session.watch() as watch:
-            found = resolve(ref, session.home, store, offline=session.offline).of_kind("engine")
+            found = resolve(ref, session.home, store, offline=session.offline).of_kind("engine", "prepared-engine")
             artifact = Artifact.open(found.path)
             write(artifact, out, watch)
         size = out.stat().st_size

@@ -1,0 +1,178 @@
+"""Preparing an engine for a device that is not here: its weights now, its kernels there.
+
+What a build does falls in two. Fusing, stacking and packing follow from the checkpoint and the kind of device alone (an
+Impl's layout is the same on all cards), and they need the checkpoint; choosing kernels needs the device itself. So
+
+    prepare   anywhere   refusals for the target, fused program, packed weights, tokenizer -> a ``prepared-engine``
+    finish    there      tune, plan, compile; the weights are taken as they are            -> an ``engine``
+
+The finished engine is the one that ``build`` would have made there of the same checkpoint, with the same digest. Its
+weights are hard links to the prepared ones where the file system has them: they take their room once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from calib.artifact import Artifact, ArtifactWriter
+from calib.errors import UnknownNameError
+from calib.progress import Progress, Report, silent
+from calib.scheme import Frozen, Grid, Scheme
+from calib.text import Tokenizer, check_vocabulary
+from engines.build.builder import BuildEvidence, Source, compile_kernels, is_emulated, packer_of, plan_on
+from engines.build.impls import check_schemes
+from engines.build.weights import activation_keys, write_weights
+from engines.device import Device, NoDeviceError, detect, nominal
+from engines.engine import FORMAT as ENGINE_FORMAT
+from engines.engine import KIND as ENGINE_KIND
+from engines.engine import TIMINGS, TOKENIZER, Engine, EngineRecord
+from engines.errors import EngineError, EngineMismatchError
+from engines.parallel.mesh import Mesh
+from engines.plan import EngineSpec, check_spec, fused_program, longest
+from engines.program import Program
+
+KIND = "prepared-engine"
+FORMAT = 1
+
+
+class PreparedRecord(Frozen):
+    """All that a build knows before it sees its device. ``target``: cpu, or a GPU's sm_80, sm_90, ..."""
+
+    target: str
+    spec: EngineSpec
+    program: Program
+    config: dict[str, Any]
+    schemes: dict[str, Scheme]
+    kv: Grid
+    activation_keys: dict[str, str]
+    recipe: str
+    source_grid: str | None
+
+
+def device_of(target: str) -> Device:
+    """A device of that kind with no name. UnknownNameError for what is none."""
+    if target != "cpu" and not re.fullmatch(r"sm_\d{2,3}", target):
+        raise UnknownNameError("target", target, ("cpu", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"))
+    return nominal(target)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """An opened prepared engine. It is what ``builder.plan_on`` wants to know of a checkpoint, too."""
+
+    artifact: Artifact
+    record: PreparedRecord
+
+    @classmethod
+    def open(cls, path: Path | str) -> Prepared:
+        """ArtifactError for a damaged folder, EngineError for a record that cannot be read."""
+        artifact = Artifact.open(path, KIND, FORMAT)
+        try:
+            return cls(artifact, PreparedRecord.model_validate(artifact.record))
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise EngineError(f"{path} has a record that cannot be read: {first['loc']}: {first['msg']}",
+                              "Prepare it again.") from error
+
+    @property
+    def schemes(self) -> dict[str, Scheme]:
+        return self.record.schemes
+
+    @property
+    def kv(self) -> Grid:
+        return self.record.kv
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return self.record.config
+
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer.open(self.artifact.path / TOKENIZER)
+
+
+def prepare(checkpoint: Source, spec: EngineSpec, target: str, out: Path | str, report: Report = silent) -> Prepared:
+    """Pack a checkpoint for ``target`` at ``out``. EngineError says what no such device can do; nothing is timed."""
+    device = device_of(target)
+    spec = spec.model_copy(update={"device": device.kind})
+    check_schemes(checkpoint.schemes, checkpoint.kv, "cuda" if device.runs_triton else "cpu")
+    keys = activation_keys(checkpoint.tensors(), checkpoint.schemes)
+    facts, _, program, _ = fused_program(checkpoint.config, checkpoint.schemes, keys)
+    check_vocabulary(checkpoint.tokenizer(), facts.vocab_size)
+    longest(spec, facts)
+    if device.runs_triton:
+        from engines.build.plan_gpu import check_gpu, check_linears  # Triton is an optional dependency
+
+        check_gpu(spec, checkpoint.schemes, checkpoint.kv, device)
+        check_linears(program, device)
+    else:
+        check_spec(spec)
+    record = PreparedRecord(target=target, spec=spec, program=program, config=checkpoint.config,
+                            schemes=checkpoint.schemes, kv=checkpoint.kv, activation_keys=keys,
+                            recipe=checkpoint.recipe, source_grid=checkpoint.source_grid)
+    with ArtifactWriter(out, KIND, FORMAT, [checkpoint.digest]) as writer:
+        writer.record = record.model_dump(mode="json")
+        report(Progress("pack weights", 0, 1, "model"))
+        write_weights(checkpoint.tensors(), program, checkpoint.kv,
+                      writer.folder / Mesh.single(spec.tp, spec.pp).folder, packer_of(device))
+        report(Progress("pack weights", 1, 1, "model"))
+        (writer.folder / TOKENIZER).mkdir()
+        checkpoint.tokenizer().save(writer.folder / TOKENIZER)
+    return Prepared.open(out)
+
+
+def device_here(prepared: Prepared) -> Device:
+    """This machine's device of the prepared kind; EngineMismatchError in one sentence when it is another one."""
+    target, path = prepared.record.target, prepared.artifact.path
+    checkpoint = prepared.artifact.parents[0][:12]
+    try:
+        here = detect(prepared.record.spec.device)
+    except NoDeviceError as error:
+        raise EngineMismatchError(f"{path} was prepared for {target}, and {error.message}",
+                                  f"Open it there, or build for this device: toolkit build {checkpoint} --out DIR"
+                                  ) from error
+    if here.kind == "cuda" and here.isa != target:
+        raise EngineMismatchError(f"{path} was prepared for {target}, and this is {here}",
+                                  f"Prepare it for this one: toolkit build {checkpoint} --target {here.isa} --out DIR")
+    return here
+
+
+def finish(prepared: Prepared, out: Path | str, report: Report = silent, *, tuning: Path | None = None) -> Engine:
+    """Tune and plan a prepared engine for this machine's device, and write the engine at ``out``.
+
+    EngineMismatchError where it was not prepared for, ArtifactError for changed files, EngineError as for ``build``.
+    """
+    started = time.monotonic()
+    record, device = prepared.record, device_here(prepared)
+    if changed := prepared.artifact.verify():
+        raise EngineError(f"{prepared.artifact.path / changed[0]} was changed after it was made", "Prepare it again.")
+    plan, timings = plan_on(device, prepared, record.activation_keys, record.spec, tuning, report)
+    if plan.program != record.program:
+        raise EngineError(f"{prepared.artifact.path} was packed for another fused program than this version's",
+                          "Prepare it again with this version of the toolkit.")
+    with ArtifactWriter(out, ENGINE_KIND, ENGINE_FORMAT, prepared.artifact.parents) as writer:
+        writer.record = EngineRecord(plan=plan, recipe=record.recipe, source_grid=record.source_grid, spec=record.spec,
+                                     emulated=is_emulated(record.schemes, record.kv, device)).model_dump(mode="json")
+        for name in prepared.artifact.manifest.files:
+            _place(prepared.artifact.file(name), writer.folder / name)
+        compile_kernels(plan, writer.folder / Mesh.single(plan.tp, plan.pp).folder, report)
+        evidence = BuildEvidence(seconds=time.monotonic() - started, tuning=timings)
+        writer.evidence(TIMINGS).write_text(json.dumps(evidence.to_json(), indent=1))
+    return Engine.open(out)
+
+
+def _place(source: Path, place: Path) -> None:
+    """A hard link, or a copy on another file system."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(source, place)
+    except OSError:
+        shutil.copyfile(source, place)
