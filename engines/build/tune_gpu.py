@@ -84,10 +84,14 @@ def sizes_for(op: Linear, head: Linear, max_num_tokens: int) -> tuple[int, ...]:
 def candidates_for(op: Linear, tokens: int, device: Device, deterministic: bool) -> list[KernelConfig]:
     """What may run a linear at a step size, best guess first. EngineError when nothing can."""
     impl = impl_for(op)
-    found = list(impl.candidates(shape_of(op, tokens), device.facts))
-    if deterministic:
-        found = [config for config in impl.candidates(shape_of(op, min(tokens, DOT_TOKENS)), device.facts)
-                 if config.kernel == "dot"]
+
+    def dots(count: int) -> list[KernelConfig]:
+        return [config for config in impl.candidates(shape_of(op, count), device.facts) if config.kernel == "dot"]
+
+    if deterministic:  # four bits offer no dot for a few tokens: the one of 16 takes them too
+        found = dots(min(tokens, DOT_TOKENS)) or dots(16)
+    else:
+        found = list(impl.candidates(shape_of(op, tokens), device.facts))
     if not found:
         raise EngineError(f"{op.parts[0]} (n={op.n}, k={op.k}) has no kernel at {tokens} tokens",
                           "Leave this layer unquantized, or build without deterministic.")
@@ -144,17 +148,17 @@ class _Tuner:
         return [self.known[self.key(op, tokens)] for op, tokens in self.points]
 
     def _untimed(self, op: Linear, tokens: int) -> list[KernelConfig]:
-        """First candidates; in deterministic mode one pair for all sizes, that which stands first most."""
+        """First candidates; in deterministic mode one way of summing for all sizes, that which stands first most."""
         found = self.candidates(op, tokens)
         if not self.deterministic:
             return found
-        pairs = [[_pair(config) for config in self.candidates(op, size)] for other, size in self.points if other is op]
+        pairs = [[_sums(config) for config in self.candidates(op, size)] for other, size in self.points if other is op]
         common = set.intersection(*map(set, pairs))
         if not common:
-            raise EngineError(f"{op.parts[0]} has no kernel with one BLOCK_K and SPLIT_K for all step sizes",
+            raise EngineError(f"{op.parts[0]} has no kernel that sums alike at all step sizes",
                               "Build without deterministic.")
         held = min(sorted(common), key=lambda pair: sum(row.index(pair) for row in pairs))
-        return [config for config in found if _pair(config) == held][:1]
+        return [config for config in found if _sums(config) == held][:1]
 
     def _time(self, wanted: list[tuple[Linear, int]]) -> None:
         end = time.monotonic() + SECONDS[self.mode]
@@ -197,22 +201,22 @@ class _Tuner:
             dropped=dropped)
 
     def _hold_pairs(self, ranked: dict[tuple[str, int], list[tuple[KernelConfig, float | None]]], bench: Bench) -> None:
-        """Deterministic: one (BLOCK_K, SPLIT_K) a linear, that which costs least over all sizes."""
+        """Deterministic: one way of summing a linear, that which costs least over all sizes."""
         for shape, op in self.linears.items():
             rows = {tokens: found for (its, tokens), found in ranked.items() if its == shape}
             if not rows:
                 continue
-            common = set.intersection(*({_pair(config) for config, _ in found} for found in rows.values()))
+            common = set.intersection(*({_sums(config) for config, _ in found} for found in rows.values()))
             if not common:
-                raise EngineError(f"{op.parts[0]} has no kernel with one BLOCK_K and SPLIT_K for all step sizes",
+                raise EngineError(f"{op.parts[0]} has no kernel that sums alike at all step sizes",
                                   "Build without deterministic.")
 
-            def cost(pair: tuple[int, int], rows: dict[int, list[tuple[KernelConfig, float | None]]] = rows) -> float:
-                return sum(min(us or math.inf for config, us in found if _pair(config) == pair) / (found[0][1] or 1.0)
+            def cost(pair: tuple[int, int, int], rows: dict[int, list[tuple[KernelConfig, float | None]]] = rows) -> float:
+                return sum(min(us or math.inf for config, us in found if _sums(config) == pair) / (found[0][1] or 1.0)
                            for found in rows.values())
             held = min(sorted(common), key=cost)
             for tokens, found in rows.items():
-                self._keep(op, tokens, [entry for entry in found if _pair(entry[0]) == held], 0, bench.bandwidth)
+                self._keep(op, tokens, [entry for entry in found if _sums(entry[0]) == held], 0, bench.bandwidth)
 
 
 def candidates_of(ranked: Sequence[tuple[KernelConfig, float | None]]) -> Sequence[tuple[KernelConfig, float | None]]:
@@ -221,8 +225,9 @@ def candidates_of(ranked: Sequence[tuple[KernelConfig, float | None]]) -> Sequen
     return [entry for entry in ranked[:TOPS] if best is None or (entry[1] or 0.0) < 1.15 * best]
 
 
-def _pair(config: KernelConfig) -> tuple[int, int]:
-    return config["BLOCK_K"], config["SPLIT_K"]
+def _sums(config: KernelConfig) -> tuple[int, int, int]:
+    """What decides how a row is summed and rounded, whatever its batch: BLOCK_K, SPLIT_K, and four bits' FOLD."""
+    return config["BLOCK_K"], config["SPLIT_K"], dict(config.meta).get("FOLD", 0)
 
 
 def _rounded(us: float | None) -> float | None:

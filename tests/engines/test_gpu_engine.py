@@ -103,10 +103,11 @@ def test_greedy_equals_transformers_until_logits_tie(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @needs_gpu
-def test_deterministic_rows_do_not_depend_on_their_batch(tmp_path: Path) -> None:
+@pytest.mark.parametrize("precision", ["bf16", "int4", "int4_a8"])
+def test_deterministic_rows_do_not_depend_on_their_batch(precision: str, tmp_path: Path) -> None:
     folder = tiny_llama(tmp_path / "model", **WIDE)
     params = SamplingParams(max_tokens=12, ignore_eos=True, logprobs=1)
-    with gpu_engine(folder, tmp_path / "gpu", "bf16", deterministic=True) as gpu:
+    with gpu_engine(folder, tmp_path / "gpu", precision, deterministic=True) as gpu:
         together = gpu.generate(PROMPTS, params)
         for prompt, output in zip(PROMPTS, together, strict=True):
             [alone] = gpu.generate([prompt], params)

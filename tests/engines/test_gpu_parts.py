@@ -173,14 +173,15 @@ def test_fp8_is_refused_below_sm89() -> None:
 @pytest.mark.parametrize("sizes", [{}, {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64},
                                    {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
                                     "num_key_value_heads": 8, "head_dim": 128}], ids=["tiny", "small", "8b"])
-def test_deterministic_holds_one_pair_a_linear(sizes: dict[str, int]) -> None:
+@pytest.mark.parametrize("scheme", [None, INT8, FP8, INT4, A8], ids=["bf16", "int8", "fp8", "int4", "int4_a8"])
+def test_deterministic_sums_a_linear_in_one_way(scheme: Scheme | None, sizes: dict[str, int]) -> None:
     """Where nothing is timed, too: each size's own first choice is not the same pair."""
-    program = fused_program(CONFIG | sizes, *schemes_for(None))[2]
+    program = fused_program(CONFIG | sizes, *schemes_for(scheme))[2]
     tuned = tune_gpu(program, H200, "none", 4096, True, None, lambda event: None)
     for shape in {linear_shape(op) for op in program.linears()}:
         configs = [KernelConfig.from_json(choice.config or {}) for choice in tuned.choices if choice.shape == shape]
         assert {config.kernel for config in configs} == {"dot"}
-        assert len({(config["BLOCK_K"], config["SPLIT_K"]) for config in configs}) == 1, shape
+        assert len({(config["BLOCK_K"], config["SPLIT_K"], dict(config.meta).get("FOLD")) for config in configs}) == 1
 
 
 def sequence(number: int, tokens: int, computed: int, blocks: list[int]) -> Sequence:
