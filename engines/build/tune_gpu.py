@@ -72,6 +72,8 @@ class GpuTiming(Frozen):
     dropped: int = 0
 
 
+#: What decides how a row is summed and rounded, whatever its batch: BLOCK_K, SPLIT_K, and four bits' FOLD.
+Sums = tuple[int, int, int]
 _Cache = TypeAdapter(dict[str, GpuTiming])
 
 
@@ -211,8 +213,8 @@ class _Tuner:
                 raise EngineError(f"{op.parts[0]} has no kernel that sums alike at all step sizes",
                                   "Build without deterministic.")
 
-            def cost(pair: tuple[int, int, int], rows: dict[int, list[tuple[KernelConfig, float | None]]] = rows) -> float:
-                return sum(min(us or math.inf for config, us in found if _sums(config) == pair) / (found[0][1] or 1.0)
+            def cost(sums: Sums, rows: dict[int, list[tuple[KernelConfig, float | None]]] = rows) -> float:
+                return sum(min(us or math.inf for config, us in found if _sums(config) == sums) / (found[0][1] or 1.0)
                            for found in rows.values())
             held = min(sorted(common), key=cost)
             for tokens, found in rows.items():
@@ -225,8 +227,7 @@ def candidates_of(ranked: Sequence[tuple[KernelConfig, float | None]]) -> Sequen
     return [entry for entry in ranked[:TOPS] if best is None or (entry[1] or 0.0) < 1.15 * best]
 
 
-def _sums(config: KernelConfig) -> tuple[int, int, int]:
-    """What decides how a row is summed and rounded, whatever its batch: BLOCK_K, SPLIT_K, and four bits' FOLD."""
+def _sums(config: KernelConfig) -> Sums:
     return config["BLOCK_K"], config["SPLIT_K"], dict(config.meta).get("FOLD", 0)
 
 

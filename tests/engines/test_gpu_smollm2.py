@@ -30,8 +30,8 @@ TEXTS = ["The capital of France is", "def fibonacci(n):\n    ", "Water boils at"
 LIMITS = {"max_seq_len": 256, "max_batch_size": 4, "max_num_tokens": 128, "tune": "none"}
 #: Mean and largest difference of a log-probability from the CPU engine's float32 activations. Seen: bf16 .042 and .19,
 #: int8 .26 and 1.3, int4 .096 and .48, int4_a8 .24 and 1.2, fp8 .21 and 1.1. That is what bf16 activations do to this
-#: model under codes that nobody calibrated (round to nearest, outliers and all), not the card: transformers itself, with
-#: the same int8 codes, differs by .26 between activations in bf16 and in float32, and by .038 without codes.
+#: model under codes that nobody calibrated (round to nearest, outliers and all), not the card: transformers itself,
+#: with the same int8 codes, differs by .26 between activations in bf16 and in float32, and by .038 without codes.
 BOUNDS = {"bf16": (0.06, 0.4), "int8": (0.36, 2.5), "int4": (0.14, 0.9), "int4_a8": (0.36, 2.5), "fp8": (0.3, 2.0)}
 SCHEMES = {"int8": INT8, "int4": INT4, "int4_a8": A8, "fp8": FP8}
 
