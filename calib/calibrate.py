@@ -22,11 +22,11 @@ from calib.choices import KvChoice
 from calib.config import positions
 from calib.dataset import CalibrationSet, refuse_overlap
 from calib.hardware import check_hardware
-from calib.model import resolve_model
 from calib.peak import AnonymousPeak
 from calib.plan import CalibrationPlan, LayerwiseChoice, check_disk, make_plan
 from calib.progress import Progress, Report, silent
 from calib.recipe import Recipe
+from calib.source import resolve_model
 from calib.stage import Inspect, Memory, Outcome, Stage
 
 

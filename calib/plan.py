@@ -21,12 +21,12 @@ from calib.hardware import obstacle
 from calib.head import HEAD
 from calib.layers import Family, attention_modules, family_of, is_tied, planned_linears
 from calib.loaders import Loader, loaders
-from calib.model import resolve_model, source_grid_of
 from calib.outline import Outline, outline_of
 from calib.parallel import check_heads, check_modules
 from calib.recipe import LayoutName, Recipe
 from calib.scheme import BF16, Frozen, Grid, Scheme
 from calib.sizes import files_bytes, module_bytes, stored_tensors
+from calib.source import resolve_model, source_grid_of
 from calib.text import Tokenizer, check_vocabulary
 
 LayerwiseChoice = Literal["auto", "on", "off"]

@@ -30,12 +30,13 @@ from calib.checkpoint import QuantizedCheckpoint
 from calib.dataset import pack_texts
 from calib.errors import ArtifactError, CalibError
 from calib.kept import read_kept, write_kept
-from calib.model import load_hf, resolve_model
+from calib.model import load_hf
 from calib.plan import make_plan
 from calib.progress import Report, silent
 from calib.recipe import load_recipe
 from calib.scheme import Frozen
 from calib.sensitivity_probe import Probe
+from calib.source import resolve_model
 
 KIND, FORMAT = "sensitivity", 1
 

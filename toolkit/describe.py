@@ -45,7 +45,7 @@ def _outline(record: dict[str, Any]) -> dict[str, Any]:
 
 def _checkpoint_facts(ref: Ref) -> dict[str, Any]:
     from calib.checkpoint import QuantizedCheckpoint
-    from calib.model import resolve_model
+    from calib.source import resolve_model
 
     found = QuantizedCheckpoint.open(resolve_model(ref.path))
     schemes = Counter(str(scheme) for scheme in found.schemes.values())

@@ -43,7 +43,7 @@ def material(shop: Workshop, model: Path, settings: Calibration, seed: int) -> s
 
 
 def model_folder(shop: Workshop, ref: Ref) -> Path:
-    from calib.model import resolve_model
+    from calib.source import resolve_model
 
     return resolve_model(ref.of_kind("model").path, offline=shop.offline)
 

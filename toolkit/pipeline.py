@@ -63,8 +63,8 @@ class Plan:
 
 def prepare(shop: Workshop, job: Job, folder: Path) -> Plan:
     """Resolve and open everything the job names, before anything runs. ``folder``: where the job file lies."""
-    from calib.model import resolve_model
     from calib.recipe import load_recipe
+    from calib.source import resolve_model
     from engines.device import detect
 
     for engine in job.engines:

@@ -54,7 +54,7 @@ def resolve(name: str, home: Home, store: RunStore, *, offline: bool = False) ->
     if (home.models / name / "config.json").is_file():
         return _path(name, home.models / name, home)
     if name.count("/") == 1 and not name.startswith((".", "/")):
-        from calib.model import resolve_model
+        from calib.source import resolve_model
 
         return Ref(name, "model", resolve_model(name, offline=offline))
     known = [folder.name for folder in home.models.glob("*") if not folder.name.startswith(".")]

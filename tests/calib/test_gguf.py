@@ -12,7 +12,8 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from calib.errors import CalibError
 from calib.formats.hf import MissingWeightsError
-from calib.model import load_hf, resolve_model, source_grid_of
+from calib.model import load_hf
+from calib.source import resolve_model, source_grid_of
 from calib.text import Tokenizer
 
 BLOCKS = {"input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",

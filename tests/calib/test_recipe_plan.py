@@ -10,9 +10,10 @@ from tiny_llamas import byte_tokenizer, tiny_llama
 from calib.calibrate import quantize
 from calib.errors import CalibError, UnknownNameError
 from calib.formats.hf import MissingWeightsError, write_shards
-from calib.model import ModelNotFoundError, load_hf, resolve_model
+from calib.model import load_hf
 from calib.plan import DiskSpaceError, check_disk, make_plan
 from calib.recipe import load_recipe, recipe_names
+from calib.source import ModelNotFoundError, resolve_model
 
 INT4 = {"name": "mine", "extends": "int4_awq"}
 

@@ -16,7 +16,7 @@ from test_gpu_engine import A8
 from tiny_models import reference
 
 from calib.checkpoint import QuantizedCheckpoint
-from calib.model import gguf_to_folder
+from calib.source import gguf_to_folder
 from engines.build.builder import build
 from engines.llm import LLM
 from engines.plan import EngineSpec
