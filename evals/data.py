@@ -138,10 +138,11 @@ def _task_of(name: str) -> str:
 
 def _refuse_copies(texts: Sequence[Text], items: Sequence[Asked]) -> None:
     contents = Counter(fingerprint(item) for item in (*texts, *items))
-    twice = [content for content, count in contents.items() if count > 1]
-    if twice:
-        what, content = twice[0]
-        raise DataError(f"{len(twice)} items occur more than once, the first is the {what} {content[:80]!r}",
+    if twice := [item for item in (*texts, *items) if contents[fingerprint(item)] > 1]:
+        count, first = len({fingerprint(item) for item in twice}), twice[0]
+        what, content = ("text", first.text) if isinstance(first, Text) else ("question", first.question)
+        raise DataError(f"{count} item{' occurs' if count == 1 else 's occur'} more than once (case and blanks aside), "
+                        f"the first is the {what} {content[:80]!r}",
                         "A doubled item counts twice and narrows the interval falsely; remove the copies.")
 
 

@@ -29,7 +29,7 @@ from pydantic import Field
 from calib.scheme import Frozen
 from calib.text import Tokenizer
 from evals.arrivals import TraceRow
-from evals.errors import MeasureError
+from evals.errors import LoadError, MeasureError
 from evals.loads import EndpointCell, Objectives, Spread
 from evals.sse import Answer, Endpoint, complete
 from evals.workload import Prompts
@@ -96,17 +96,17 @@ def _text(tokenizer: Tokenizer, ids: Sequence[int], prompting: Prompting) -> str
 
 
 def measure(url: str, asks: Sequence[Ask], load: Load, *, key: str | None = None) -> EndpointCell:
-    """Send the load and sum it up. MeasureError for a load that makes no sense; what the server does is in the cell.
+    """Send the load and sum it up. LoadError for a load that makes no sense; what the server does is in the cell.
 
     An API ``key`` goes into the requests only.
     """
     if len(asks) <= load.warmup + load.cooldown:
-        raise MeasureError(f"{len(asks)} requests with {load.warmup} warm-up and {load.cooldown} cool-down leave none",
+        raise LoadError(f"{len(asks)} requests with {load.warmup} warm-up and {load.cooldown} cool-down leave none",
                            "Send more requests.")
     if load.concurrency is None and any(ask.at is None for ask in asks):
-        raise MeasureError("an open loop needs the time of every request", "Give times, or a concurrency.")
+        raise LoadError("an open loop needs the time of every request", "Give times, or a concurrency.")
     if load.concurrency is not None and any(ask.at is not None for ask in asks):
-        raise MeasureError("a closed loop has no times of its own", "Give times or a concurrency, not both.")
+        raise LoadError("a closed loop has no times of its own", "Give times or a concurrency, not both.")
     answers, late, lag = asyncio.run(_send(Endpoint.of(url, key), asks, load))
     kept = slice(load.warmup, len(asks) - load.cooldown)
     return summarise(asks[kept], answers[kept], late[kept], lag, load)
@@ -242,10 +242,10 @@ def highest_rate(measured: Callable[[float], EndpointCell], low: float, high: fl
     """The highest request rate at which ``share`` of requests is good, by bisection between ``low`` and ``high``.
 
     ``measured(rate)`` runs one open-loop cell with objectives. Returns (rate within ``precision`` of the best, or None
-    when even ``low`` fails; every cell measured). An invalid cell counts as failing. MeasureError for bad bounds.
+    when even ``low`` fails; every cell measured). An invalid cell counts as failing. LoadError for bad bounds.
     """
     if not 0 < low < high or not 0 < share <= 1 or not 0 < precision < 1:
-        raise MeasureError(f"rates {low} to {high}, share {share}, precision {precision} give no search",
+        raise LoadError(f"rates {low} to {high}, share {share}, precision {precision} give no search",
                            "Give 0 < low < high, 0 < share <= 1 and 0 < precision < 1.")
     cells: list[tuple[float, EndpointCell]] = []
 
@@ -253,7 +253,7 @@ def highest_rate(measured: Callable[[float], EndpointCell], low: float, high: fl
         cell = measured(rate)
         cells.append((rate, cell))
         if cell.good_share is None:
-            raise MeasureError("the cell was measured without objectives", "Give the load its objectives.")
+            raise LoadError("the cell was measured without objectives", "Give the load its objectives.")
         return cell.invalid is None and cell.good_share >= share
 
     if not holds(low):

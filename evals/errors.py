@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from calib.errors import ENVIRONMENT, ToolkitError
+from calib.errors import ENVIRONMENT, USAGE, ToolkitError
 
 
 class EvalError(ToolkitError):
@@ -41,3 +41,10 @@ class MeasureError(EvalError):
 
     code = "measurement"
     exit_code = ENVIRONMENT
+
+
+class LoadError(MeasureError):
+    """A load, a plan of loads or an address that cannot be measured as it is written: nothing was sent."""
+
+    code = "load"
+    exit_code = USAGE

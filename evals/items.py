@@ -6,7 +6,7 @@ item" really did. ``document`` names what a text or question was cut from: inter
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
@@ -108,11 +108,19 @@ def with_id(row: Mapping[str, Any], task: str | None, where: str) -> dict[str, A
 
 
 def fingerprint(item: Text | Asked) -> tuple[str, str]:
-    """(kind, content) that two copies of an item share, whatever their spacing or the order of choices."""
+    """(kind, content) that two copies of an item share, whatever their case, their spacing or the order of choices."""
     if isinstance(item, Text):
-        return "text", " ".join(item.text.split())
-    choices = sorted(item.choices) if isinstance(item, Question) else []
-    return "question", " ".join(f"{item.question} {choices}".split())
+        return "text", folded(item.text)
+    return "question", question_key(item.question, item.choices if isinstance(item, Question) else ())
+
+
+def question_key(question: str, choices: Iterable[str]) -> str:
+    return f"{folded(question)} {sorted(map(folded, choices))}"
+
+
+def folded(text: str) -> str:
+    """The text but for case and the kind and number of blanks."""
+    return " ".join(text.casefold().split())
 
 
 def texts_of(items: Sequence[Text | Asked]) -> list[str]:

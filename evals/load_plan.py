@@ -20,14 +20,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
 from calib.scheme import Frozen
 from calib.yaml_text import read_yaml
 from evals.endpoint import Prompting
-from evals.errors import MeasureError
+from evals.errors import LoadError
 from evals.loads import Objectives
 from evals.presets import preset
+from evals.sse import Endpoint
 
 
 class Point(Frozen):
@@ -103,6 +104,12 @@ class TargetSpec(Frozen):
     prompts: Prompting = "ids"
     ignore_eos: bool = True
 
+    @field_validator("url")
+    @classmethod
+    def _address(cls, url: str) -> str:
+        Endpoint.of(url)  # a LoadError that says what is wrong with it
+        return url
+
 
 class LoadPlan(Frozen):
     name: str = Field(min_length=1)
@@ -135,10 +142,10 @@ class LoadPlan(Frozen):
 
 
 def load_plan(path: Path) -> LoadPlan:
-    """MeasureError names the key and the value that is wrong."""
+    """LoadError names the key and the value that is wrong."""
     try:
-        return LoadPlan.model_validate(read_yaml(path, MeasureError, "Give a YAML file; see examples/sweep.yaml."))
+        return LoadPlan.model_validate(read_yaml(path, LoadError, "Give a YAML file; see examples/sweep.yaml."))
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"]) or "plan"
-        raise MeasureError(f"{path}: {place}: {first['msg']}", "See examples/sweep.yaml.") from error
+        raise LoadError(f"{path}: {place}: {first['msg']}", "See examples/sweep.yaml.") from error

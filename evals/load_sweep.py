@@ -18,7 +18,7 @@ from calib.progress import Progress, Report, silent
 from calib.text import Tokenizer
 from evals.arrivals import offsets, read_trace
 from evals.endpoint import Ask, Load, fixed_asks, highest_rate, measure, trace_asks
-from evals.errors import MeasureError
+from evals.errors import LoadError
 from evals.journal import Journal
 from evals.load_plan import LoadPlan, Point, TargetSpec
 from evals.loads import EndpointCell
@@ -83,7 +83,7 @@ def load_of(point: Point, plan: LoadPlan, target: TargetSpec) -> Load:
 
 
 def cell_of(point: Point, runs: Sequence[EndpointCell]) -> Cell:
-    """One cell of repeated runs; figures that no run has are None."""
+    """One cell of repeated runs; figures that no run has are None. Lengths are the plan's where nothing answered."""
     def middle(value: Callable[[EndpointCell], float | None]) -> tuple[float | None, float | None]:
         known = [found for run in runs if (found := value(run)) is not None]
         return (statistics.median(known), max(known) - min(known)) if known else (None, None)
@@ -94,12 +94,18 @@ def cell_of(point: Point, runs: Sequence[EndpointCell]) -> Cell:
     reasons = [run.invalid for run in runs if run.invalid]
     return Cell(
         mode="closed" if point.concurrency else "open", batch_size=point.concurrency or in_flight, n=len(runs),
-        isl=max(1, round(isl or point.isl or 1)), osl=max(1, round(osl or point.osl or 1)),
+        isl=whole_tokens(isl or point.isl), osl=whole_tokens(osl or point.osl),
         request_rate=point.rate or middle(lambda run: run.request_rate)[0], ttft_ms=ttft, ttft_ms_spread=ttft_spread,
         tpot_ms=tpot, tpot_ms_spread=tpot_spread, e2e_ms=middle(lambda run: run.e2e_ms.p50)[0],
         out_tok_s=middle(lambda run: run.out_tok_s)[0], total_tok_s=middle(lambda run: run.total_tok_s)[0],
         req_s=middle(lambda run: run.req_s)[0], goodput_req_s=middle(lambda run: run.goodput_req_s)[0],
-        cached_share=middle(lambda run: run.cached_share)[0], invalid=reasons[0] if reasons else None)
+        cached_share=middle(lambda run: run.cached_share)[0], invalid=reasons[0] if reasons else None,
+        answered=sum(run.completed for run in runs))
+
+
+def whole_tokens(mean: float | None) -> int | None:
+    """A mean length as a cell's whole number, at least 1; None stays None."""
+    return None if mean is None else max(1, round(mean))
 
 
 def find_rate(plan: LoadPlan, target: TargetSpec, tokenizer: Tokenizer, bounds: tuple[float, float], *,
@@ -108,7 +114,7 @@ def find_rate(plan: LoadPlan, target: TargetSpec, tokenizer: Tokenizer, bounds: 
     """The highest rate at which ``share`` of requests meets the plan's objectives; its one load gives the lengths."""
     lengths = {(point.isl, point.osl) for point in plan.points()}
     if len(lengths) != 1 or plan.objectives is None or None in next(iter(lengths)):
-        raise MeasureError("a search for the highest rate needs one pair of lengths, and objectives",
+        raise LoadError("a search for the highest rate needs one pair of lengths, and objectives",
                            "Give one isl and osl, and a limit like ttft=500.")
     tried = 0
 

@@ -36,6 +36,7 @@ class Asked(Frozen):
 
     baseline: str = Field(min_length=1, description="REF of the unquantized model, or an engine")
     data: str
+    kind: str | None = Field(default=None, description="of the user's own .jsonl file; None for a prepared folder")
     tasks: tuple[str, ...] | None
     texts: int = Field(ge=1)
     items: int = Field(ge=1)

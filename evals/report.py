@@ -105,12 +105,16 @@ class EvalReport(Frozen):
 
 
 class Cell(Frozen):
-    """One measured point of a sweep. Times in ms; percentiles by linear interpolation over ``n`` repeats."""
+    """One measured point of a sweep. Times in ms; percentiles by linear interpolation over ``n`` repeats.
+
+    ``isl`` and ``osl`` are what was achieved; where nothing answered (``answered`` 0), what was asked for; None where
+    nobody says (another tool's file, a trace that nothing answered).
+    """
 
     mode: Literal["batch", "closed", "open"] = "batch"
     batch_size: int = Field(ge=1)
-    isl: int = Field(ge=1)
-    osl: int = Field(ge=1)
+    isl: int | None = Field(ge=1)
+    osl: int | None = Field(ge=1)
     n: int = Field(ge=1)
     ttft_ms: float | None
     ttft_ms_spread: float | None = Field(description="max - min over the repeats")
@@ -126,6 +130,7 @@ class Cell(Frozen):
     gpu: GpuState | None = None
     waited: float | None = Field(default=None, description="share of its time in which this process, ready to run, "
                                  "waited for a processor")
+    answered: int | None = Field(default=None, description="requests of an endpoint that answered, over all repeats")
     invalid: str | None = Field(default=None, description="why the cell must not be used, if so")
 
 

@@ -21,7 +21,7 @@ from itertools import pairwise
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
-from evals.errors import MeasureError
+from evals.errors import LoadError
 
 LINE_BYTES = 1 << 20
 _HEADERS = 100
@@ -59,13 +59,13 @@ class Endpoint:
 
     @classmethod
     def of(cls, url: str, key: str | None = None) -> Endpoint:
-        """From a base address like ``http://127.0.0.1:8000`` (``/v1`` may follow). MeasureError for anything else, or
-        for a key that is no header value."""
-        parts = urlsplit(url.rstrip("/").removesuffix("/v1"))
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-            raise MeasureError(f"{url!r} is not the address of a server", "Give http://HOST:PORT.")
+        """From a base address like ``http://127.0.0.1:8000`` (``/v1`` may follow). LoadError for anything else, or for
+        a key that is no header value."""
+        parts = _address(url.rstrip("/").removesuffix("/v1"))
+        if parts is None or parts.query or parts.fragment:
+            raise LoadError(f"{url!r} is not the address of a server", "Give http://HOST:PORT.")
         if key is not None and not (key.isascii() and key.isprintable()):
-            raise MeasureError("the API key holds characters that a header cannot", "Check the key for line ends.")
+            raise LoadError("the API key holds characters that a header cannot", "Check the key for line ends.")
         return cls(parts, key)
 
     def request(self, body: dict[str, Any]) -> bytes:
@@ -76,6 +76,15 @@ class Endpoint:
         if self.key:
             lines.append(f"Authorization: Bearer {self.key}")
         return "\r\n".join([*lines, "", ""]).encode() + content
+
+
+def _address(url: str) -> SplitResult | None:
+    """The parts of an address of a server; None without scheme or host, or with a port that is none."""
+    try:
+        parts = urlsplit(url)
+        return parts if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0 else None
+    except ValueError:
+        return None
 
 
 async def complete(endpoint: Endpoint, body: dict[str, Any], *, timeout_s: float,

@@ -147,10 +147,13 @@ class Watcher:
     def _line(self, event: Progress) -> str:
         left = self._left(event)
         eta = "" if left is None else f", about {duration(left)} left"
-        return f"{event.stage}: {_count(event)}{eta}{'  ' + event.message if event.message else ''}"
+        return f"{event.stage}: {'  '.join(part for part in (_count(event) + eta, event.message) if part)}"
 
 
 def _count(event: Progress) -> str:
-    unit = event.unit if event.total == 1 or event.unit.isupper() else f"{event.unit}s"
+    """How far: ``3/8 texts``, ``1 rate``; nothing where nothing is counted (a note)."""
+    if not event.total and not event.done:
+        return ""
+    unit = event.unit if (event.total or event.done) == 1 or event.unit.isupper() else f"{event.unit}s"
     done = f"{event.done:g}"
     return f"{done}/{event.total:g} {unit}" if event.total else f"{done} {unit}"

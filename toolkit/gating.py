@@ -15,6 +15,7 @@ from calib.progress import Progress
 from toolkit import judging, making, stages
 from toolkit.console import duration
 from toolkit.errors import UsageError
+from toolkit.evaluating import data_of
 from toolkit.refs import Ref, resolve
 from toolkit.stages import Workshop
 
@@ -46,15 +47,16 @@ class Outcome:
     draw: Draw | None = None
 
 
-def asked_of(baseline: str, data: str, tasks: list[str] | None, texts: int | None, items: int | None, seed: int | None,
-             length: LengthRule | None) -> Asked:
+def asked_of(baseline: str, data: str | None, kind: str | None, tasks: list[str] | None, texts: int | None,
+             items: int | None, seed: int | None, length: LengthRule | None) -> Asked:
     """What is judged: the options given, the defaults otherwise, and as many continuations as the length rule needs."""
     from evals.fidelity import EvalSettings
     from evals.reference import Asked
 
     plain = stages.with_length(EvalSettings(), length)
-    return Asked(baseline=baseline, data=data, tasks=tuple(tasks) if tasks else None, texts=texts or TEXTS,
-                 items=items or ITEMS, seed=seed or 0, samples=plain.samples, sample_tokens=plain.sample_tokens)
+    return Asked(baseline=baseline, data=data or "evaluation", kind=kind, tasks=tuple(tasks) if tasks else None,
+                 texts=texts or TEXTS, items=items or ITEMS, seed=seed or 0, samples=plain.samples,
+                 sample_tokens=plain.sample_tokens)
 
 
 def settings_of(data: EvalData, asked: Asked) -> EvalSettings:
@@ -72,7 +74,7 @@ def decide(shop: Workshop, candidate: str, asked: Asked, policy: Policy, *, refe
     ref = resolve(candidate, shop.home, shop.store, offline=shop.offline).of_kind(*judging.JUDGED)
     speed, speed_artifact = _measured(shop, sweep)
     stored = judging.stored_report(shop, asked.baseline)
-    data = None if stored is not None and ref.kind == "eval-report" else making.data_folder(shop, asked.data)
+    data = None if stored is not None and ref.kind == "eval-report" else data_of(shop, asked.data, asked.kind)
     kinds = ref.kind, resolve(asked.baseline, shop.home, shop.store, offline=shop.offline).kind
     fixed = not {"eval-report", "baseline"}.isdisjoint(kinds)
     first = asked.texts
@@ -162,7 +164,7 @@ def update_reference(shop: Workshop, path: Path, asked: Asked, reason: str) -> t
     from evals.reference import commit_of, load_reference, reference_of, save_reference
 
     old = load_reference(path) if path.exists() else None
-    data = making.data_folder(shop, asked.data)
+    data = data_of(shop, asked.data, asked.kind)
     report = judging.baseline_of(shop, asked.baseline, data, settings_of(data, asked)).report
     new = reference_of(report, asked, reason, commit=commit_of(path.absolute().parent), previous=old)
     shop.store.log("reference updated", str(path.name), reason=reason, old=old.sha256 if old else "none",
@@ -196,7 +198,7 @@ def noise(shop: Workshop, name: str, asked: Asked) -> Noise:
     from evals.gate import noise_margin
     from evals.statistics import wilson
 
-    data = making.data_folder(shop, asked.data)
+    data = data_of(shop, asked.data, asked.kind)
     settings = settings_of(data, asked).model_copy(update={"samples": 0})
     engine = making.engine_of(shop, name)
     with LLM(engine) as llm, tempfile.TemporaryDirectory() as scratch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -130,6 +131,11 @@ def run_plan(shop: Workshop, plan: LoadPlan, folder: Path, out: Path | None, key
 def failed(sweep: LatencySweep) -> bool:
     """Whether no cell has a figure that may be used."""
     return all(cell.invalid for cell in sweep.cells)
+
+
+def unmeasured(sweeps: Sequence[LatencySweep]) -> list[str]:
+    """The targets of which nothing may be used: side by side with them nothing is compared."""
+    return [sweep.target.name for sweep in sweeps if failed(sweep)]
 
 
 def _place(shop: Workshop, plan: LoadPlan, target: TargetSpec, tokenizer: Tokenizer, out: Path | None) -> Path:

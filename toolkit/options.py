@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -25,6 +25,8 @@ KvOption = Annotated[KvChoice, typer.Option("--kv-cache", help="Format of the KV
 OutOption = Annotated[Path, typer.Option("--out", help="Folder to write; it must not exist.", show_default=False)]
 KeptOption = Annotated[Path | None, typer.Option("--out", help="Folder to write [default: in home].",
                                                  show_default=False)]
+KindOption = Annotated[Literal["choice", "exact", "text"] | None, typer.Option(help="What your own .jsonl holds.",
+                                                                              show_default=False)]
 MemoryOption = Annotated[str | None, typer.Option("--memory", "--gpu-memory", show_default=False,
                                                   help="Cap on the engine's memory, like 2GB or 1500MiB, or a share "
                                                   "of the device's, like 80%.")]

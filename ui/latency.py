@@ -148,7 +148,8 @@ def _percentile_charts(endpoints: list[LatencySweep]) -> None:
 
 def _cells(shown: Shown, rows: list[Row], endpoints: list[LatencySweep]) -> None:
     named = [(label(row), row.cells) for row in rows] + [(sweep.target.name, sweep.cells) for sweep in endpoints]
-    lines = [{"engine": name, "mode": cell.mode, "at a time": cell.batch_size, "in": cell.isl, "out": cell.osl,
+    lines = [{"engine": name, "mode": cell.mode, "at a time": cell.batch_size,
+              "in": None if cell.answered == 0 else cell.isl, "out": None if cell.answered == 0 else cell.osl,
               "TTFT ms": cell.ttft_ms, "± TTFT": cell.ttft_ms_spread, "TPOT ms": cell.tpot_ms,
               "± TPOT": cell.tpot_ms_spread, "output tok/s": cell.out_tok_s, "repeats": cell.n,
               "not valid because": cell.invalid or ""} for name, cells in named for cell in cells]

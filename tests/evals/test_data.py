@@ -38,6 +38,11 @@ def test_round_trip_keeps_content_digest_and_licences(tmp_path):
 @pytest.mark.parametrize(("files", "words"), [
     ({"texts": []}, "no rows"),
     ({"texts": [*texts(2), texts(2)[1]]}, "more than once"),
+    ({"texts": [*texts(2), {"text": "WORDS  number 1\tand some more ", "document": "other"}]},
+     "1 item occurs more than once .* 'words number 1 and some more'"),
+    ({"quiz": [{"question": "Who wrote it?", "choices": ["Ann", "Bob"], "answer": 0},
+               {"question": "who wrote  it? ", "choices": [" bob", "ann"], "answer": 1}]},
+     "1 item occurs more than once .* 'Who wrote it\\?'"),
     ({"texts": [{"text": "", "document": "d"}]}, "text"),
     ({"texts": [{"text": "a"}]}, "document"),
     ({"one": questions(3), "two": questions(3)}, "more than once"),

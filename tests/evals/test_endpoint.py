@@ -130,7 +130,7 @@ def test_loads_that_cannot_be_measured():
                               (asks(2, times=[0, 1]), closed(), "no times of its own")):
         with pytest.raises(MeasureError, match=words):
             measure("http://127.0.0.1:1", made, load)
-    for url in ("ftp://h", "127.0.0.1:80", "http://", "http://h?x=1"):
+    for url in ("ftp://h", "127.0.0.1:80", "http://", "http://h?x=1", "http://h:abc", "http://h:99999", "http://[::1"):
         with pytest.raises(MeasureError, match="not the address"):
             Endpoint.of(url)
     with pytest.raises(MeasureError, match="API key"):

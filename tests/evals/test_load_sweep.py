@@ -35,6 +35,7 @@ def test_a_sweep_of_closed_and_open_loops(tokenizer, tmp_path):
         ("closed", 1, 2, 8, 4), ("closed", 3, 2, 8, 4)]
     opened = found.cells[2]
     assert opened.mode == "open"
+    assert [cell.answered for cell in found.cells] == [2 * 5, 2 * 5, 2 * 7], "the warm-up is not counted"
     assert opened.request_rate == 60
     assert opened.batch_size >= 1
     assert len(found.loads) == 6
@@ -69,7 +70,9 @@ def test_failures_mark_the_cell_and_leave_no_figures(tokenizer, tmp_path):
     [cell] = found.cells
     assert "500 Internal Server Error" in cell.invalid
     assert (cell.ttft_ms, cell.tpot_ms, cell.e2e_ms) == (None, None, None)
-    assert cell.req_s == 0
+    assert (cell.req_s, cell.answered) == (0, 0)
+    from toolkit.report.words import lengths  # what a table shows: nothing was achieved, whatever was asked for
+    assert (cell.isl, cell.osl, lengths(cell)) == (8, 4, ("–", "–"))
 
 
 def test_every_target_meets_the_same_prompts_and_each_repeat_others(tokenizer):

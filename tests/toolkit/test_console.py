@@ -39,6 +39,16 @@ def test_each_stage_speaks_once_at_least(capsys, clock):
     assert [line.split(":")[0] for line in capsys.readouterr().err.splitlines()] == ["load", "calibrate", "export"]
 
 
+def test_one_is_no_plural_and_a_note_counts_nothing(capsys, clock):
+    with console.Watcher() as watch:
+        watch(event("search", 1, None, clock[0], unit="rate", message="2 requests/s"))
+        watch(event("draw", 0, None, clock[0], unit="item", message="accuracy is open"))
+        watch(event("load", 0, 1, clock[0], unit="model"))
+        watch(event("texts", 2, None, clock[0], unit="text"))
+    assert capsys.readouterr().err.splitlines() == ["search: 1 rate  2 requests/s", "draw: accuracy is open",
+                                                    "load: 0/1 model", "texts: 2 texts"]
+
+
 def test_quiet_is_quiet(capsys, clock):
     with console.Watcher(quiet=True) as watch:
         watch(event("load", 0, 1, clock[0]))

@@ -36,6 +36,12 @@ def call(built, capsys):
     return run
 
 
+@pytest.fixture(autouse=True)
+def calm(monkeypatch):
+    """A busy machine holds the client up, which marks a cell (as it should); that is tested in tests/evals."""
+    monkeypatch.setattr("evals.endpoint.lag_p99", lambda lags, wall: 0.0)
+
+
 def lines(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -157,6 +163,25 @@ def test_a_search_that_measured_nothing_says_so(call):
     assert all("refused" in tried["invalid"] for tried in found["tried"])
 
 
+def test_a_dead_target_beside_a_living_one_is_said(call, tmp_path, capsys, built):
+    """Side by side with a server that was down nothing is compared: exit 3, and the living one's figures are kept."""
+    with Server() as one, socket.socket() as gone:
+        gone.bind(("127.0.0.1", 0))
+        plan = tmp_path / "plan.yaml"
+        plan.write_text(json.dumps({
+            "name": "two", "tokenizer": "tiny", "loads": [{"isl": 9, "osl": 4, "concurrency": [2], "requests": 6}],
+            "targets": [{"name": "ours", "url": one.url, "model": "m"},
+                        {"name": "theirs", "url": f"http://127.0.0.1:{gone.getsockname()[1]}", "model": "m"}]}))
+        code, found = call("sweep", "--plan", plan)
+        assert (code, found["unmeasured"]) == (3, ["theirs"])
+        assert [sweep["cells"][0]["answered"] for sweep in found["sweeps"]] == [4, 0]
+        asked = len(one.seen)
+        assert cli.run_command(["sweep", "--plan", str(plan), "--home", str(built[0].path)]) == 3
+        assert len(one.seen) == asked, "what answered is not asked again"
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "nothing of theirs may be used" in shown
+
+
 def test_several_endpoints_side_by_side_from_one_file(call, tmp_path, capsys, built):
     with Server() as one, Server("nodone", framing="close") as other:
         plan = tmp_path / "plan.yaml"
@@ -177,6 +202,8 @@ def test_several_endpoints_side_by_side_from_one_file(call, tmp_path, capsys, bu
 @pytest.mark.parametrize(("arguments", "words"), [
     (("sweep",), "what is to be measured"), (("sweep", "--url", "http://h"), "--url needs --model"),
     (("sweep", "tiny", "--rate", "1"), "--rate does not go with REF"),
+    (("sweep", "--url", "127.0.0.1:8000", "--model", "m", "--lengths", "8x8", "--rate", "1"), "not the address of"),
+    (("sweep", "--url", "http://h:x", "--model", "m", "--lengths", "8x8", "--rate", "1"), "not the address of"),
     (("sweep", "--url", "http://h", "--model", "m", "--cells", "1x1x1"), "--cells does not go with --url"),
     (("sweep", "--url", "http://h", "--model", "m", "--lengths", "8", "--rate", "1"), "not input x output"),
     (("sweep", "--url", "http://h", "--model", "m", "--lengths", "8x8", "--rate", "fast"), "no list of numbers"),

@@ -176,6 +176,27 @@ def test_where_nothing_can_be_drawn_it_says_why(home, gate, call, capsys, tmp_pa
     assert (code, "a stored report answers no more" in found["more"]["why"]) == (3, True)
 
 
+def test_a_gate_on_a_file_of_the_users_own(home, gate, call, capsys, tmp_path):
+    """As ``eval`` takes it: wherever it lies, with its kind; a reference keeps both."""
+    own, policy = tmp_path / "mine.jsonl", tmp_path / "policy.yaml"
+    own.write_text("".join(json.dumps(row) + "\n" for row in questions(200)))
+    policy.write_text("name: own\naccuracy: {margin: 8}\n")
+    twin, options = engine(home, "tiny", "bf16", capsys), ("--policy", str(policy), "--data", str(own))
+    code, found, _ = gate(twin, *options, "--kind", "choice")
+    assert (code, found["word"]) == (0, "PASS"), found
+    assert "over 200 items" in found["reason"]
+    code, found, _ = gate(twin, *options)
+    assert (code, found["error"]["message"]) == (2, f"{own} needs --kind")
+    code, found, _ = gate(twin, "--kind", "text")
+    assert (code, "goes with a .jsonl file" in found["error"]["message"]) == (2, True)
+    file = tmp_path / "reference.yaml"
+    code, written = call("gate", "update-reference", "tiny", "--file", file, "--data", own, "--kind", "choice",
+                         "--reason", "own questions")
+    assert (code, written["new"]["asked"]["kind"]) == (0, "choice"), written
+    code, found = call("gate", twin, "--reference", file, "--policy", policy)
+    assert (code, found["word"]) == (0, "PASS"), found
+
+
 def test_another_template_is_refused(home, gate, capsys):
     code, found, _ = gate(engine(home, "other-template", "bf16", capsys))
     assert code == 2
@@ -201,7 +222,7 @@ def test_a_length_rule_gets_the_continuations_it_needs():
     long = Policy(name="p", delta_nll={"margin": 0.1}, length={"min_samples": 30})
     plain = Policy(name="p", delta_nll={"margin": 0.1})
     for policy, expected in ((long, (30, 128)), (plain, (4, 32))):
-        asked = asked_of("m", "evaluation", None, None, None, None, policy.length)
+        asked = asked_of("m", None, None, None, None, None, None, policy.length)
         settings = eval_settings(Evaluation(), 0, policy)
         assert (asked.samples, asked.sample_tokens) == expected
         assert (settings.samples, settings.sample_tokens) == expected

@@ -12,7 +12,7 @@ import typer
 
 from calib.choices import KvChoice
 from toolkit.commands.groups import verb_group
-from toolkit.options import KeptOption, RefArgument
+from toolkit.options import KeptOption, KindOption, RefArgument
 from toolkit.session import Session, verb
 
 if TYPE_CHECKING:
@@ -24,8 +24,6 @@ RecipeOption = Annotated[str | None, typer.Option(help="For a model: the recipe 
 KvOption = Annotated[KvChoice | None, typer.Option("--kv-cache", help="For a model: the KV cache's format.",
                                                   show_default=False)]
 DataOption = Annotated[str, typer.Option(help="Prepared folder, or your own .jsonl with --kind.")]
-KindOption = Annotated[Literal["choice", "exact", "text"] | None, typer.Option(help="What your own .jsonl holds.",
-                                                                              show_default=False)]
 TaskOption = Annotated[list[str] | None, typer.Option(help="Task of the data; may be repeated [default: all].",
                                                       show_default=False)]
 TextsOption = Annotated[int, typer.Option(min=1, help="Texts for ΔNLL at most.")]

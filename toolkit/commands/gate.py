@@ -13,13 +13,13 @@ from typing import Annotated
 import typer
 
 from toolkit.commands.groups import verb_group
-from toolkit.options import parse_cells
+from toolkit.options import KindOption, parse_cells
 from toolkit.session import Session, verb
 
 BaselineOption = Annotated[str | None, typer.Option(help="REF of the unquantized model, its engine, a baseline, or a "
                                                     "stored report.", show_default=False)]
-DataOption = Annotated[str | None, typer.Option(help="Prepared evaluation folder [default: evaluation].",
-                                                show_default=False)]
+DataOption = Annotated[str | None, typer.Option(help="Prepared evaluation folder, or a .jsonl file of your own with "
+                                                "--kind [default: evaluation].", show_default=False)]
 TaskOption = Annotated[list[str] | None, typer.Option(help="Task of the data; may be repeated [default: all].",
                                                       show_default=False)]
 TextsOption = Annotated[int | None, typer.Option(min=1, help="Texts for ΔNLL at most [default: 64].",
@@ -56,9 +56,9 @@ def _judge(group: typer.Typer) -> None:
     @verb(group, "judge")
     def gate(session: Session, candidate: CandidateArgument, policy: PolicyOption, baseline: BaselineOption = None,
              reference: ReferenceOption = None, sweep: SweepOption = None, data: DataOption = None,
-             task: TaskOption = None, texts: TextsOption = None, items: ItemsOption = None, seed: SeedOption = None,
-             extend: ExtendOption = None, candidates: CandidatesOption = 1, junit_xml: JunitOption = None,
-             markdown: MarkdownOption = None) -> None:
+             kind: KindOption = None, task: TaskOption = None, texts: TextsOption = None, items: ItemsOption = None,
+             seed: SeedOption = None, extend: ExtendOption = None, candidates: CandidatesOption = 1,
+             junit_xml: JunitOption = None, markdown: MarkdownOption = None) -> None:
         """Judge whether a candidate may be released.
 
         Exit code 0 PASS, 1 FAIL, 3 INCONCLUSIVE or ANOMALOUS. See also: gate update-reference, gate noise, gate speed.
@@ -70,8 +70,8 @@ def _judge(group: typer.Typer) -> None:
 
         rules = load_policy(policy)
         kept = load_reference(reference) if reference else None
-        _what_is_judged(baseline, reference, data, task, texts, items, seed, extend)
-        asked = kept.asked if kept else gating.asked_of(baseline or "", data or "evaluation", task, texts, items, seed,
+        _what_is_judged(baseline, reference, data, kind, task, texts, items, seed, extend)
+        asked = kept.asked if kept else gating.asked_of(baseline or "", data, kind, task, texts, items, seed,
                                                         rules.length)
         wider = not (kept or texts or items) if extend is None else extend
         with RunStore(session.home.store) as store, session.watch() as watch:
@@ -92,7 +92,7 @@ def _what_is_judged(baseline: str | None, reference: Path | None, *options: obje
     given = [value for value in options if value]
     if reference and given:
         raise UsageError(f"{reference} fixes what is judged; {given[0]!r} is given too",
-                         "Leave --data, --task, --texts, --items, --seed and --extend out.")
+                         "Leave --data, --kind, --task, --texts, --items, --seed and --extend out.")
 
 
 def _show(session: Session, outcome: object, junit_xml: Path | None, markdown: Path | None, command: str
@@ -130,8 +130,8 @@ def _update_reference(group: typer.Typer) -> None:
                                                    show_default=False)],
                policy: Annotated[Path | None, typer.Option(help="Policy it will serve: a length rule needs more "
                                                            "continuations.", show_default=False)] = None,
-               data: DataOption = None, task: TaskOption = None, texts: TextsOption = None, items: ItemsOption = None,
-               seed: SeedOption = None) -> None:
+               data: DataOption = None, kind: KindOption = None, task: TaskOption = None,
+               texts: TextsOption = None, items: ItemsOption = None, seed: SeedOption = None) -> None:
         """Write down what the baseline is: figures with intervals, n, seed, date and commit.
 
         Shows the old and the new interval, and writes the audit log. Nothing else ever changes a reference.
@@ -142,7 +142,7 @@ def _update_reference(group: typer.Typer) -> None:
         from toolkit.store import RunStore
 
         length = load_policy(policy).length if policy else None
-        asked = gating.asked_of(baseline, data or "evaluation", task, texts, items, seed, length)
+        asked = gating.asked_of(baseline, data, kind, task, texts, items, seed, length)
         with RunStore(session.home.store) as store, session.watch() as watch:
             shop = stages.Workshop(session.home, store, watch, session.offline)
             old, new = gating.update_reference(shop, file, asked, reason)
@@ -154,8 +154,8 @@ def _noise(group: typer.Typer) -> None:
     @verb(group, "noise")
     def noise(session: Session,
               ref: Annotated[str, typer.Argument(metavar="REF", show_default=False, help="The engine to judge twice.")],
-              data: DataOption = None, task: TaskOption = None, texts: TextsOption = None, items: ItemsOption = None,
-              seed: SeedOption = None) -> None:
+              data: DataOption = None, kind: KindOption = None, task: TaskOption = None,
+              texts: TextsOption = None, items: ItemsOption = None, seed: SeedOption = None) -> None:
         """Judge one engine twice and say how many answers change by themselves: the policy's aa_flips.
 
         The second time every item has other batch mates. Run it once for each kind of machine.
@@ -163,7 +163,7 @@ def _noise(group: typer.Typer) -> None:
         from toolkit import gating, stages
         from toolkit.store import RunStore
 
-        asked = gating.asked_of(ref, data or "evaluation", task, texts, items, seed, None)
+        asked = gating.asked_of(ref, data, kind, task, texts, items, seed, None)
         with RunStore(session.home.store) as store, session.watch() as watch:
             found = gating.noise(stages.Workshop(session.home, store, watch, session.offline), ref, asked)
         session.show(asdict(found), [f"{found.share:.6f}"],

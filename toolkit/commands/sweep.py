@@ -137,6 +137,7 @@ def _engine(session: Session, ref: str, out: Path | None, recipe: str | None, kv
     from evals.latency import sweep as measure
     from toolkit import stages
     from toolkit.job import EngineJob, Sweep
+    from toolkit.loading import failed
     from toolkit.making import engine_of
     from toolkit.options import parse_cells
     from toolkit.report.judged import sweep_table
@@ -162,6 +163,8 @@ def _engine(session: Session, ref: str, out: Path | None, recipe: str | None, kv
             store.remember(artifact)
     session.show({"digest": artifact.digest, "path": str(artifact.path), **found.model_dump(mode="json")},
                  [artifact.digest], sweep_table(found), f"{artifact.path}")
+    if failed(found):
+        raise typer.Exit(3)
 
 
 def _endpoints(session: Session, plan: Any, folder: Path, out: Path | None, key_env: str | None, find_rate: str | None,
@@ -184,10 +187,13 @@ def _endpoints(session: Session, plan: Any, folder: Path, out: Path | None, key_
             _search(session, shop, plan, find_rate, key, watch)
             return
         done = loading.run_plan(shop, plan, folder, out, key)
+    dead = loading.unmeasured([sweep for sweep, _ in done])
     session.show({"sweeps": [{"digest": artifact.digest, "path": str(artifact.path), **sweep.model_dump(mode="json")}
-                             for sweep, artifact in done]}, [artifact.digest for _, artifact in done],
-                 *side_by_side(plan, [sweep for sweep, _ in done]), *[f"{artifact.path}" for _, artifact in done])
-    if all(loading.failed(sweep) for sweep, _ in done):
+                             for sweep, artifact in done], "unmeasured": dead},
+                 [artifact.digest for _, artifact in done], *side_by_side(plan, [sweep for sweep, _ in done]),
+                 *[f"{artifact.path}" for _, artifact in done],
+                 *([f"nothing of {', '.join(dead)} may be used; the same command measures that again"] if dead else []))
+    if dead:
         raise typer.Exit(3)
 
 

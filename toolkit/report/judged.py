@@ -38,7 +38,7 @@ def sweep_table(sweep: LatencySweep) -> Table:
     table = _table(*numbers, "", right=tuple(numbers))
     for cell in sweep.cells:
         energy = [words.number(cell.gpu.joules_per_token if cell.gpu else None, 3)] if powered else []
-        table.add_row(f"{cell.batch_size}", f"{cell.isl}", f"{cell.osl}", words.milliseconds(cell.ttft_ms),
+        table.add_row(f"{cell.batch_size}", *words.lengths(cell), words.milliseconds(cell.ttft_ms),
                       words.milliseconds(cell.ttft_ms_spread), words.number(cell.tpot_ms, 2),
                       words.number(cell.tpot_ms_spread, 2), words.rate(cell.out_tok_s), f"{cell.n}", *energy,
                       Text(f"invalid: {cell.invalid}" if cell.invalid else "", style="red"))

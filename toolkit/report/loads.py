@@ -38,7 +38,7 @@ def side_by_side(plan: LoadPlan, sweeps: Sequence[LatencySweep]) -> list[Rendera
 def _figures(cell: Cell) -> list[str | Text]:
     return [words.milliseconds(cell.ttft_ms), words.milliseconds(cell.ttft_ms_spread), words.number(cell.tpot_ms, 2),
             words.number(cell.tpot_ms_spread, 2), words.rate(cell.out_tok_s), words.number(cell.req_s, 2),
-            words.number(cell.goodput_req_s, 2), f"{cell.isl}", f"{cell.osl}", words.percent(cell.cached_share),
+            words.number(cell.goodput_req_s, 2), *words.lengths(cell), words.percent(cell.cached_share),
             Text(f"invalid: {cell.invalid}" if cell.invalid else "", style="red")]
 
 

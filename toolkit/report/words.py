@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from evals.report import Estimate, Row
+from evals.report import Cell, Estimate, Row
 from evals.tradeoff import label
 
 MISSING = "–"
@@ -50,6 +50,12 @@ def size(value: int | None) -> str:
             scaled = value / scale
             return f"{scaled:,.{0 if scaled >= 100 else 1 if scaled >= 10 else 2}f} {unit}"
     return f"{value} B"
+
+
+def lengths(cell: Cell) -> tuple[str, str]:
+    """Tokens in and out that a cell achieved: missing where nothing answered, whatever was asked for."""
+    known = cell.answered != 0
+    return number(cell.isl if known else None, 0), number(cell.osl if known else None, 0)
 
 
 def nats_interval(estimate: Estimate | None) -> str:
