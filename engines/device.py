@@ -142,10 +142,12 @@ def detect(kind: str) -> Device:
 
 
 def nominal(isa: str) -> Device:
-    """A device that stands for all of its kind, for preparing what does not depend on more: "cpu", or "sm_90" and the
-    like. NoDeviceError for a GPU where Triton, or a kernel for it, is missing."""
+    """A device that stands for all of its kind, for preparing what does not depend on more: "cpu", "interpreter", or
+    "sm_90" and the like. NoDeviceError for a GPU where Triton, or a kernel for it, is missing."""
     if isa == "cpu":
         return _cpu()
+    if isa == "interpreter":
+        return Device(kind=isa, name="any", isa=isa, torch=torch.__version__, triton=_triton().__version__)
     found = Device(kind="cuda", name=f"any {isa}", isa=isa, torch=torch.__version__, triton=_triton().__version__)
     if found.capability < 80:
         raise NoDeviceError(f"{isa} is compute capability {found.capability / 10:.1f}; the kernels need 8.0",

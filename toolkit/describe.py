@@ -27,6 +27,8 @@ def describe(ref: Ref) -> tuple[dict[str, Any], list[RenderableType]]:
                  "versions": artifact.manifest.versions}
         if ref.kind == "engine":
             facts |= _engine_facts(ref)
+        elif ref.kind == "prepared-engine":
+            facts |= _prepared_facts(ref)
         else:
             facts["record"] = _outline(artifact.record)
     return facts, [_facts_table(facts)]
@@ -69,6 +71,16 @@ def _engine_facts(ref: Ref) -> dict[str, Any]:
             "device": engine.device, "emulated": engine.emulated,
             "checkpoint_digest": engine.checkpoint_digest, "source_grid": engine.source_grid,
             "limits": engine.plan.limits.model_dump(mode="json"), "memory": engine.plan.memory.model_dump(mode="json")}
+
+
+def _prepared_facts(ref: Ref) -> dict[str, Any]:
+    from engines.build.prepare import Prepared
+
+    prepared = Prepared.open(ref.path)
+    record = prepared.record
+    return {"recipe": record.recipe, "target": record.target, "kv_cache": str(record.kv),
+            "checkpoint_digest": prepared.artifact.parents[0], "source_grid": record.source_grid,
+            "asked": record.spec.model_dump(mode="json")}
 
 
 def _held(plan: Plan) -> str:
@@ -157,11 +169,13 @@ def _record_faults(artifact: Artifact) -> list[str]:
     """What keeps an artifact's record from being what its kind says, whatever its digest."""
     from pydantic import BaseModel, ValidationError
 
+    from engines.build.prepare import PreparedRecord
     from engines.engine import EngineRecord
     from evals.fidelity import BaselineRecord
     from evals.report import EvalReport, LatencySweep, Verdict
 
-    kinds: dict[str, type[BaseModel]] = {"engine": EngineRecord, "baseline": BaselineRecord, "eval-report": EvalReport,
+    kinds: dict[str, type[BaseModel]] = {"engine": EngineRecord, "prepared-engine": PreparedRecord,
+                                         "baseline": BaselineRecord, "eval-report": EvalReport,
                                          "latency-sweep": LatencySweep, "verdict": Verdict}
     if artifact.kind not in kinds:
         return []

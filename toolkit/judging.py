@@ -9,7 +9,7 @@ from calib.artifact import Artifact
 from calib.json_text import parse_object
 from toolkit import making, stages
 from toolkit.errors import UsageError
-from toolkit.refs import Ref, resolve
+from toolkit.refs import ENGINES, Ref, resolve
 from toolkit.stages import Workshop
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from evals.fidelity import Baseline, EvalSettings
     from evals.report import EvalReport
 
-JUDGED = ("eval-report", "engine", "quantized-checkpoint", "model")
+JUDGED = ("eval-report", *ENGINES, "quantized-checkpoint", "model")
 
 
 def user_data(shop: Workshop, path: Path, kind: str) -> EvalData:
@@ -94,15 +94,14 @@ def settings_for(data: EvalData, texts: int, items: int, tasks: list[str] | None
 def baseline_of(shop: Workshop, name: str, data: EvalData, settings: EvalSettings) -> Baseline:
     """The baseline a REF is, or the one made by judging the model, checkpoint or engine it is."""
     from calib.checkpoint import QuantizedCheckpoint
-    from engines.engine import Engine
     from evals.fidelity import Baseline
 
     ref = resolve(name, shop.home, shop.store, offline=shop.offline)
     if ref.kind == "baseline":
         return Baseline.open(ref.path)
-    ref.of_kind("model", "quantized-checkpoint", "engine")
-    if ref.kind == "engine":
-        return stages.baseline(shop, Engine.open(ref.path), data, settings)
+    ref.of_kind("model", "quantized-checkpoint", *ENGINES)
+    if ref.kind in ENGINES:
+        return stages.baseline(shop, making.engine_of(shop, name), data, settings)
     path = making.model_folder(shop, ref) if ref.kind == "model" else ref.path
     return stages.baseline(shop, QuantizedCheckpoint.open(path), data, settings)
 

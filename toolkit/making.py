@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from toolkit import stages
 from toolkit.errors import UsageError
 from toolkit.job import Calibration, EngineJob, Limits
-from toolkit.refs import Ref, resolve
+from toolkit.refs import ENGINES, Ref, resolve
 from toolkit.stages import Workshop
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def engine_of(shop: Workshop, name: str, engine: EngineJob | None = None, limits
     from engines.engine import Engine
 
     ref = resolve(name, shop.home, shop.store, offline=shop.offline)
-    if ref.kind in ("engine", "prepared-engine"):
+    if ref.kind in ENGINES:
         if engine is not None or limits is not None:
             raise UsageError(f"{name} is an engine: its recipe and limits are fixed", "Leave those options out.")
         return Engine.open(ref.path) if ref.kind == "engine" else stages.finished(shop, ref.path)

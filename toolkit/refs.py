@@ -18,6 +18,9 @@ from toolkit.home import Home, expanded
 from toolkit.packing import is_packed, opened
 from toolkit.store import RunStore
 
+#: Kinds of what runs as it is: a prepared engine is finished when it is first opened on its device.
+ENGINES = ("engine", "prepared-engine")
+
 
 @dataclass(frozen=True, slots=True)
 class Ref:
@@ -30,8 +33,11 @@ class Ref:
     def of_kind(self, *kinds: str) -> Ref:
         """Itself, or a UsageError that says what it is and what was wanted."""
         if self.kind not in kinds:
-            raise UsageError(f"{self.name} is a {self.kind}, not {' or '.join(_article(kind) for kind in kinds)}",
-                             f"Give {' or '.join(_article(kind) for kind in kinds)}.")
+            wanted = " or ".join(_article(kind) for kind in kinds)
+            hint = f"Give {wanted}."
+            if self.kind in ENGINES and "engine" in kinds:
+                hint = f"It becomes an engine where it is first opened: toolkit generate {self.name} --json names it."
+            raise UsageError(f"{self.name} is {_article(self.kind)}, not {wanted}", hint)
         return self
 
 

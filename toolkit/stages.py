@@ -179,12 +179,12 @@ def engine(shop: Workshop, source: QuantizedCheckpoint, limits: Limits, label: s
 
 
 def finished(shop: Workshop, path: Path) -> Engine:
-    """A prepared engine tuned for this machine's device, or found so."""
+    """A prepared engine tuned for this machine's device, or found so: it is finished once in a home and on a device."""
     from engines.build.prepare import Prepared, device_here, finish
-    from engines.engine import Engine
+    from engines.engine import FORMAT, Engine
 
     prepared = Prepared.open(path)
-    place = shop.place("engine", "prepared", prepared=prepared.artifact.digest,
+    place = shop.place("engine", "prepared", format=FORMAT, prepared=prepared.artifact.digest,
                        device=device_here(prepared).model_dump(mode="json"))
     shop.made(place, "engine", lambda: finish(prepared, place, shop.report, tuning=shop.home.path / "tuning"))
     return Engine.open(place)

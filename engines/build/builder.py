@@ -27,6 +27,7 @@ from engines.engine import FORMAT, KIND, TIMINGS, TOKENIZER, Engine, EngineRecor
 from engines.models.decoder import ActivationKeys
 from engines.parallel.mesh import Mesh
 from engines.plan import EngineSpec, Plan, check_spec, fused_program, longest, make_plan
+from engines.program import Program
 
 
 class Described(Protocol):
@@ -58,9 +59,11 @@ class BuildEvidence(Frozen):
 
     seconds: float
     tuning: tuple[Frozen, ...] = Field(description="Timing (CPU) or GpuTiming records")
+    prepared: str | None = Field(default=None, description="digest of the prepared engine that it was finished from")
 
     def to_json(self) -> dict[str, Any]:
-        return {"seconds": self.seconds, "tuning": [timing.model_dump(mode="json") for timing in self.tuning]}
+        origin = {} if self.prepared is None else {"prepared": self.prepared}
+        return {"seconds": self.seconds, "tuning": [timing.model_dump(mode="json") for timing in self.tuning]} | origin
 
 
 def is_emulated(schemes: dict[str, Scheme], kv: Grid, device: Device) -> bool:
@@ -83,9 +86,7 @@ def plan_for(checkpoint: Source, spec: EngineSpec, tuning: Path | None = None, r
 def plan_on(device: Device, checkpoint: Described, keys: ActivationKeys, spec: EngineSpec, tuning: Path | None = None,
             report: Report = silent) -> tuple[Plan, tuple[Frozen, ...]]:
     """The Plan for a device that is here, of a checkpoint whose ``keys`` (``weights.activation_keys``) are known."""
-    facts, _, program, _ = fused_program(checkpoint.config, checkpoint.schemes, keys)
-    check_vocabulary(checkpoint.tokenizer(), facts.vocab_size)
-    longest(spec, facts)
+    program = checked_program(checkpoint, keys, spec)
     if device.runs_triton:
         # Here and below: Triton and Numba are each imported where their device is asked for; neither is needed for the
         # other, and a GPU machine may have no Numba.
@@ -98,6 +99,14 @@ def plan_on(device: Device, checkpoint: Described, keys: ActivationKeys, spec: E
     kernels, timings = tune(program, device, spec.tune, spec.max_num_tokens, tuning, report, spec.deterministic)
     plan = make_plan(checkpoint.config, checkpoint.schemes, checkpoint.kv, spec, device, keys, kernels)
     return plan, tuple(timings)
+
+
+def checked_program(checkpoint: Described, keys: ActivationKeys, spec: EngineSpec) -> Program:
+    """The fused program; refused when the tokenizer or the spec's lengths do not go with the model."""
+    facts, _, program, _ = fused_program(checkpoint.config, checkpoint.schemes, keys)
+    check_vocabulary(checkpoint.tokenizer(), facts.vocab_size)
+    longest(spec, facts)
+    return program
 
 
 def packer_of(device: Device) -> Pack:

@@ -6,8 +6,14 @@ Impl's layout is the same on all cards), and they need the checkpoint; choosing 
     prepare   anywhere   refusals for the target, fused program, packed weights, tokenizer -> a ``prepared-engine``
     finish    there      tune, plan, compile; the weights are taken as they are            -> an ``engine``
 
-The finished engine is the one that ``build`` would have made there of the same checkpoint, with the same digest. Its
-weights are hard links to the prepared ones where the file system has them: they take their room once.
+What the digests cover. A prepared engine's: checkpoint, target, spec, fused program and every byte of weights and
+tokenizer; all of them are hashed again before anything is finished. The finished engine's: what an engine's always
+covers, and nothing of how it came about, so ``build`` there, of the same checkpoint and with the same kernels chosen,
+has the same digest. It is that digest which verdicts, approvals and signatures name; a prepared engine has none of them
+and cannot be released. Which one an engine was finished from is said in its evidence (``timings.json``).
+
+The finished engine's weights are hard links to the prepared ones where the file system has them: they take their room
+once. Finishing writes a folder beside its place and renames it last; killed before that, it is done again.
 """
 
 from __future__ import annotations
@@ -21,14 +27,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import ValidationError, model_validator
 
-from calib.artifact import Artifact, ArtifactWriter
+from calib.artifact import Artifact
+from calib.artifact_writer import ArtifactWriter
 from calib.errors import UnknownNameError
 from calib.progress import Progress, Report, silent
 from calib.scheme import Frozen, Grid, Scheme
-from calib.text import Tokenizer, check_vocabulary
-from engines.build.builder import BuildEvidence, Source, compile_kernels, is_emulated, packer_of, plan_on
+from calib.text import Tokenizer
+from engines.build.builder import (
+    BuildEvidence,
+    Source,
+    checked_program,
+    compile_kernels,
+    is_emulated,
+    packer_of,
+    plan_on,
+)
 from engines.build.impls import check_schemes
 from engines.build.weights import activation_keys, write_weights
 from engines.device import Device, NoDeviceError, detect, nominal
@@ -37,15 +52,16 @@ from engines.engine import KIND as ENGINE_KIND
 from engines.engine import TIMINGS, TOKENIZER, Engine, EngineRecord
 from engines.errors import EngineError, EngineMismatchError
 from engines.parallel.mesh import Mesh
-from engines.plan import EngineSpec, check_spec, fused_program, longest
+from engines.plan import EngineSpec, check_spec
 from engines.program import Program
 
 KIND = "prepared-engine"
-FORMAT = 1
+FORMAT = ENGINE_FORMAT  # weights lie as in an engine, so they are readable as long as an engine's are
 
 
 class PreparedRecord(Frozen):
-    """All that a build knows before it sees its device. ``target``: cpu, or a GPU's sm_80, sm_90, ..."""
+    """All that a build knows before it sees its device. ``target``: cpu, a GPU's sm_80, sm_90, ..., or interpreter
+    (tests only: Triton's, as in ``engines/device.py``)."""
 
     target: str
     spec: EngineSpec
@@ -57,10 +73,16 @@ class PreparedRecord(Frozen):
     recipe: str
     source_grid: str | None
 
+    @model_validator(mode="after")
+    def _of_one_device(self) -> PreparedRecord:
+        if self.spec.device != ("cuda" if self.target.startswith("sm_") else self.target):
+            raise ValueError(f"it was prepared for {self.target}, and its spec is for {self.spec.device}")
+        return self
+
 
 def device_of(target: str) -> Device:
     """A device of that kind with no name. UnknownNameError for what is none."""
-    if target != "cpu" and not re.fullmatch(r"sm_\d{2,3}", target):
+    if target not in ("cpu", "interpreter") and not re.fullmatch(r"sm_\d{2,3}", target):
         raise UnknownNameError("target", target, ("cpu", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"))
     return nominal(target)
 
@@ -76,6 +98,8 @@ class Prepared:
     def open(cls, path: Path | str) -> Prepared:
         """ArtifactError for a damaged folder, EngineError for a record that cannot be read."""
         artifact = Artifact.open(path, KIND, FORMAT)
+        if not artifact.parents:
+            raise EngineError(f"{path} does not say which checkpoint it was prepared from", "Prepare it again.")
         try:
             return cls(artifact, PreparedRecord.model_validate(artifact.record))
         except ValidationError as error:
@@ -102,12 +126,12 @@ class Prepared:
 def prepare(checkpoint: Source, spec: EngineSpec, target: str, out: Path | str, report: Report = silent) -> Prepared:
     """Pack a checkpoint for ``target`` at ``out``. EngineError says what no such device can do; nothing is timed."""
     device = device_of(target)
+    place = ArtifactWriter(out, KIND, FORMAT, [checkpoint.digest])
+    place.refuse_place()
     spec = spec.model_copy(update={"device": device.kind})
     check_schemes(checkpoint.schemes, checkpoint.kv, "cuda" if device.runs_triton else "cpu")
     keys = activation_keys(checkpoint.tensors(), checkpoint.schemes)
-    facts, _, program, _ = fused_program(checkpoint.config, checkpoint.schemes, keys)
-    check_vocabulary(checkpoint.tokenizer(), facts.vocab_size)
-    longest(spec, facts)
+    program = checked_program(checkpoint, keys, spec)
     if device.runs_triton:
         from engines.build.plan_gpu import check_gpu, check_linears  # Triton is an optional dependency
 
@@ -118,7 +142,7 @@ def prepare(checkpoint: Source, spec: EngineSpec, target: str, out: Path | str, 
     record = PreparedRecord(target=target, spec=spec, program=program, config=checkpoint.config,
                             schemes=checkpoint.schemes, kv=checkpoint.kv, activation_keys=keys,
                             recipe=checkpoint.recipe, source_grid=checkpoint.source_grid)
-    with ArtifactWriter(out, KIND, FORMAT, [checkpoint.digest]) as writer:
+    with place as writer:
         writer.record = record.model_dump(mode="json")
         report(Progress("pack weights", 0, 1, "model"))
         write_weights(checkpoint.tensors(), program, checkpoint.kv,
@@ -152,19 +176,21 @@ def finish(prepared: Prepared, out: Path | str, report: Report = silent, *, tuni
     """
     started = time.monotonic()
     record, device = prepared.record, device_here(prepared)
+    place = ArtifactWriter(out, ENGINE_KIND, ENGINE_FORMAT, prepared.artifact.parents)
+    place.refuse_place()
     if changed := prepared.artifact.verify():
         raise EngineError(f"{prepared.artifact.path / changed[0]} was changed after it was made", "Prepare it again.")
     plan, timings = plan_on(device, prepared, record.activation_keys, record.spec, tuning, report)
     if plan.program != record.program:
         raise EngineError(f"{prepared.artifact.path} was packed for another fused program than this version's",
                           "Prepare it again with this version of the toolkit.")
-    with ArtifactWriter(out, ENGINE_KIND, ENGINE_FORMAT, prepared.artifact.parents) as writer:
+    with place as writer:
         writer.record = EngineRecord(plan=plan, recipe=record.recipe, source_grid=record.source_grid, spec=record.spec,
                                      emulated=is_emulated(record.schemes, record.kv, device)).model_dump(mode="json")
         for name in prepared.artifact.manifest.files:
             _place(prepared.artifact.file(name), writer.folder / name)
         compile_kernels(plan, writer.folder / Mesh.single(plan.tp, plan.pp).folder, report)
-        evidence = BuildEvidence(seconds=time.monotonic() - started, tuning=timings)
+        evidence = BuildEvidence(seconds=time.monotonic() - started, tuning=timings, prepared=prepared.artifact.digest)
         writer.evidence(TIMINGS).write_text(json.dumps(evidence.to_json(), indent=1))
     return Engine.open(out)
 

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from memory_checkpoint import FP8, INT8, MemoryCheckpoint
 
-from calib.artifact import ArtifactWriter
+from calib.artifact_writer import ArtifactWriter
 from calib.checkpoint import QuantizedCheckpoint
-from calib.errors import ToolkitError, UnknownNameError
+from calib.errors import ArtifactError, ToolkitError, UnknownNameError
+from engines.build import prepare as preparing
 from engines.build.builder import build
-from engines.build.prepare import Prepared, device_here, finish, prepare
-from engines.device import NoDeviceError
+from engines.build.prepare import FORMAT, KIND, Prepared, device_here, finish, prepare
+from engines.device import Device, NoDeviceError
 from engines.errors import EngineError, EngineMismatchError
 from engines.llm import LLM
 from engines.plan import EngineSpec
 from engines.request import SamplingParams
 
-LIMITS = {"max_seq_len": 128, "max_batch_size": 4, "max_num_tokens": 64, "tune": "none"}
+LIMITS: dict[str, Any] = {"max_seq_len": 128, "max_batch_size": 4, "max_num_tokens": 64, "tune": "none"}
 WEIGHTS = "weights/rank0/"
 
 
@@ -36,6 +38,8 @@ def test_finished_it_is_the_engine_that_is_built_here(llama_folder: Path, tmp_pa
     made = finish(prepared, tmp_path / "made")
     assert made.digest == built.digest
     assert made.artifact.verify() == []
+    assert made.timings()["prepared"] == prepared.artifact.digest, "where it came from is evidence"
+    assert "prepared" not in built.timings()
     name = next(iter(weights_of(made.artifact.manifest.files)))
     assert made.artifact.file(name).stat().st_ino == prepared.artifact.file(name).stat().st_ino, "stored once"
     answers = []
@@ -54,6 +58,25 @@ def test_for_a_gpu_weights_lie_as_its_kernels_read_them(llama_folder: Path, tmp_
     assert weights_of(prepared.artifact.manifest.files)
     assert prepared.record.program == interpreted.plan.program
     assert (prepared.record.target, prepared.record.spec.device) == ("sm_90", "cuda")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off where there is a GPU")
+def test_finished_by_the_gpu_path_it_is_the_engine_that_is_built_there(llama_folder: Path, tmp_path: Path) -> None:
+    """The interpreter stands in for the card: the same packing, plan, record and runner."""
+    source = MemoryCheckpoint.of(llama_folder, INT8)
+    limits: dict[str, Any] = {"max_seq_len": 24, "max_batch_size": 1, "max_num_tokens": 8, "tune": "none",
+                              "memory": 64 << 20}
+    built = build(source, EngineSpec(device="interpreter", **limits), tmp_path / "built")
+    prepared = prepare(source, EngineSpec(**limits), "interpreter", tmp_path / "prepared")
+    for_a_card = prepare(source, EngineSpec(**limits), "sm_90", tmp_path / "card")
+    assert weights_of(prepared.artifact.manifest.files) == weights_of(for_a_card.artifact.manifest.files)
+    made = finish(prepared, tmp_path / "made")
+    assert made.digest == built.digest != prepared.artifact.digest
+    answers = []
+    for engine in (built, made):
+        with LLM(engine) as llm:
+            answers.append(llm.generate([[5, 6, 7]], SamplingParams(max_tokens=3))[0].outputs[0].token_ids)
+    assert answers[0] == answers[1]
 
 
 def test_the_same_checkpoint_gives_the_same_digest(llama_folder: Path, tmp_path: Path) -> None:
@@ -75,6 +98,18 @@ def test_elsewhere_it_refuses_in_one_sentence(llama_folder: Path, tmp_path: Path
     assert not (tmp_path / "made").exists()
 
 
+def test_another_card_refuses_in_one_sentence(llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+                                              ) -> None:
+    prepared = prepare(QuantizedCheckpoint.open(llama_folder), EngineSpec(**LIMITS), "sm_90", tmp_path / "prepared")
+    other = Device(kind="cuda", name="NVIDIA A100", isa="sm_80", torch="2.13.0", triton="3.6.0", num_sms=108)
+    monkeypatch.setattr(preparing, "detect", lambda kind: other)
+    with pytest.raises(EngineMismatchError) as refused:
+        finish(prepared, tmp_path / "made")
+    assert refused.value.message == f"{prepared.artifact.path} was prepared for sm_90, and this is {other}"
+    assert refused.value.hint.endswith("--target sm_80 --out DIR")
+    assert not (tmp_path / "made").exists()
+
+
 @pytest.mark.parametrize(("target", "scheme", "spec", "kind", "words"), [
     ("tpu", INT8, {}, UnknownNameError, "tpu"), ("sm_9", INT8, {}, UnknownNameError, "sm_9"),
     ("sm_75", INT8, {}, NoDeviceError, "7.5; the kernels need 8.0"),
@@ -89,11 +124,36 @@ def test_what_the_target_cannot_do_is_refused_before_anything_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_place_that_is_taken_is_refused_before_the_work(engine, llama_folder: Path, tmp_path: Path,
+                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+    source = QuantizedCheckpoint.open(llama_folder)
+    prepared = prepare(source, EngineSpec(**LIMITS), "cpu", tmp_path / "prepared")
+    monkeypatch.setattr(preparing, "write_weights", None)  # work would be a TypeError
+    monkeypatch.setattr(preparing, "plan_on", None)
+    for attempt in (lambda: prepare(source, EngineSpec(**LIMITS), "cpu", engine.path),
+                    lambda: finish(prepared, engine.path), lambda: finish(prepared, prepared.artifact.path / "inside")):
+        with pytest.raises(ArtifactError, match=r"already exists|lies inside the artifact"):
+            attempt()
+
+
+def test_records_that_do_not_hold_together_are_refused(llama_folder: Path, tmp_path: Path) -> None:
+    prepared = prepare(QuantizedCheckpoint.open(llama_folder), EngineSpec(**LIMITS), "cpu", tmp_path / "prepared")
+    whole = prepared.artifact.record
+    for number, (record, parents, words) in enumerate((
+            (whole | {"target": "sm_90"}, ["0" * 64], "prepared for sm_90, and its spec is for cpu"),
+            (whole | {"kv": None}, ["0" * 64], "a record that cannot be read"),
+            (whole, [], "does not say which checkpoint"))):
+        with ArtifactWriter(tmp_path / str(number), KIND, FORMAT, parents) as writer:
+            writer.record = record
+        with pytest.raises(EngineError, match=words):
+            Prepared.open(tmp_path / str(number))
+
+
 def test_changed_weights_and_other_programs_are_not_finished(llama_folder: Path, tmp_path: Path) -> None:
     prepared = prepare(QuantizedCheckpoint.open(llama_folder), EngineSpec(**LIMITS), "cpu", tmp_path / "prepared")
     record = prepared.record.model_copy(update={"program": prepared.record.program.model_copy(update={
         "ops": prepared.record.program.ops[1:]})})
-    with ArtifactWriter(tmp_path / "other", "prepared-engine", 1, prepared.artifact.parents) as writer:
+    with ArtifactWriter(tmp_path / "other", KIND, FORMAT, prepared.artifact.parents) as writer:
         writer.record = record.model_dump(mode="json")
         (writer.folder / "tokenizer").mkdir()
         prepared.tokenizer().save(writer.folder / "tokenizer")

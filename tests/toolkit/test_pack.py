@@ -173,28 +173,3 @@ def test_every_verb_takes_the_file(tiny_home, tmp_path: Path, capsys: pytest.Cap
     assert "every check passed" in call("verify", file)
     call("unpack", file, "--out", tmp_path / "back")
     assert Engine.open(tmp_path / "back").digest == Engine.open(folder).digest
-
-
-@pytest.mark.timeout(600)
-def test_a_prepared_engine_is_finished_at_its_first_open(tiny_home, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-                                                         ) -> None:
-    def call(*arguments: object, code: int = 0) -> str:
-        assert cli.run_command([*map(str, arguments), "--home", str(tiny_home.path)]) == code
-        return capsys.readouterr().out
-
-    common = ("--max-seq-len", 64, "--tune", "none")
-    folder, file = tmp_path / "here", tmp_path / "here.engine"
-    call("build", "tiny", "--target", "cpu", "--out", folder, *common)
-    call("pack", folder, "-o", file)
-    asked = ("-p", "river town", "--max-tokens", 6, "--json")
-    first = json.loads(call("generate", file, *asked))
-    assert first == json.loads(call("generate", folder, *asked))
-    made = list(tiny_home.artifacts("engine").glob("prepared-*"))
-    assert [Engine.open(path).digest for path in made] == [first["engine"]]
-    elsewhere = json.loads(call("build", "tiny", "--target", "sm_90", "--out", tmp_path / "there", "--json", *common))
-    assert elsewhere["target"] == "sm_90"
-    assert json.loads(call("inspect", tmp_path / "there", "--json"))["kind"] == "prepared-engine"
-    refused = json.loads(call("generate", tmp_path / "there", *asked, code=4))["error"]
-    assert "was prepared for sm_90, and this" in refused["message"]
-    assert "bytes" in json.loads(call("build", "tiny", "--target", "sm_90", "--memory", "50%", "--out", tmp_path / "x",
-                                      "--json", code=2))["error"]["hint"]

@@ -19,7 +19,8 @@ def register(app: typer.Typer) -> None:
               recipe: Annotated[str | None, typer.Option(help="For a model: the recipe to calibrate with "
                                                          "[default: bf16].", show_default=False)] = None,
               kv_cache: KvOption = "bf16",
-              device: Annotated[str, typer.Option(help="Device to build for.")] = "cpu",
+              device: Annotated[str | None, typer.Option(help="Device to build for [default: cpu].",
+                                                         show_default=False)] = None,
               target: Annotated[str | None, typer.Option(show_default=False, help="Prepare for a device that is not "
                                                          "here (cpu, sm_90, ...): weights are packed now, kernels "
                                                          "are tuned when it is first opened there.")] = None,
@@ -48,12 +49,15 @@ def register(app: typer.Typer) -> None:
         from toolkit.stages import Workshop
         from toolkit.store import RunStore
 
+        if target is not None and device is not None:
+            raise UsageError(f"--device {device} beside --target {target}", "Leave --device out: the target says it.")
+
         def all_memory() -> int:
             if target is not None:
                 raise UsageError(f"--memory {memory} is a share of a device that is not here", "Give it in bytes.")
-            return detect(device).memory_bytes
+            return detect(device or "cpu").memory_bytes
         cap = parse_memory(memory, all_memory) if memory else None
-        spec = EngineSpec(device=device, max_seq_len=max_seq_len, max_batch_size=max_batch_size,
+        spec = EngineSpec(device=device or "cpu", max_seq_len=max_seq_len, max_batch_size=max_batch_size,
                           max_num_tokens=max_num_tokens, memory=cap, tune=tune, deterministic=deterministic)
         with RunStore(session.home.store) as store, session.watch() as watch:
             shop = Workshop(session.home, store, watch, session.offline)
@@ -62,7 +66,9 @@ def register(app: typer.Typer) -> None:
                 raise UsageError(f"{ref} is a checkpoint: its recipe is fixed", "Leave --recipe and --kv-cache out.")
             source = making.checkpoint_of(shop, found, EngineJob(recipe=recipe or "bf16", kv_cache=kv_cache))
             if target is not None:
-                _show_prepared(session, prepare(source, spec, target, out, watch))
+                prepared = prepare(source, spec, target, out, watch)
+                store.remember(prepared.artifact)
+                _show_prepared(session, prepared)
                 return
             made = build_engine(source, spec, out, watch, tuning=session.home.path / "tuning")
             store.remember(made.artifact)
@@ -80,4 +86,5 @@ def _show_prepared(session: Session, made: Prepared) -> None:
     session.show({"digest": artifact.digest, "path": str(artifact.path), "recipe": record.recipe,
                   "target": record.target, "size_bytes": artifact.size_bytes}, [artifact.digest],
                  f"{artifact.path}  {record.recipe} prepared for {record.target}, {artifact.size_bytes / 1e6:,.0f} MB; "
-                 "its kernels are tuned when it is first opened there", artifact.digest)
+                 "its kernels are tuned when it is first opened there", artifact.digest,
+                 f"next: toolkit pack {artifact.path} -o FILE, and there toolkit generate FILE -p TEXT")

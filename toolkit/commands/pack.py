@@ -22,11 +22,11 @@ def register(app: typer.Typer) -> None:
         """
         from calib.artifact import Artifact
         from toolkit.packing import pack as write
-        from toolkit.refs import resolve
+        from toolkit.refs import ENGINES, resolve
         from toolkit.store import RunStore
 
         with RunStore(session.home.store) as store, session.watch() as watch:
-            found = resolve(ref, session.home, store, offline=session.offline).of_kind("engine", "prepared-engine")
+            found = resolve(ref, session.home, store, offline=session.offline).of_kind(*ENGINES)
             artifact = Artifact.open(found.path)
             write(artifact, out, watch)
         size = out.stat().st_size
