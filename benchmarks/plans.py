@@ -7,6 +7,10 @@ peak of anonymous memory come from the checkpoint's own evidence, disk from its 
 its rehearsal. Asked: time within 35 %, memory within 10 %, disk to the byte. A shape's cells may be measured one call
 at a time (``--shape``, ``--recipe``); ``--merge`` keeps the cells that a JSON file of the same device holds.
 
+A rehearsal and a calibration feel what else the machine does. So beside each time stand the cores that all other
+processes kept busy, during the rehearsal and during the calibration (``/proc/stat`` less our own processes' CPU
+seconds): where the two differ, the times may differ by it, and no plan could have known.
+
 *Known models*: plans from their published config.json alone, no weights; what is not supported is refused, and the
 table says in which words.
 """
@@ -15,10 +19,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import resource
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -51,16 +60,49 @@ class Compared:
     seconds: float
     memory: int
     disk: int
+    planning: Load
+    calibrating: Load
+
+
+@dataclass(slots=True)
+class Load:
+    """Cores kept busy meanwhile: by our own processes, and by all others."""
+
+    ours: float = 0.0
+    others: float = 0.0
+
+
+@contextmanager
+def watched() -> Iterator[Load]:
+    """Fills the Load when the block ends. Linux only, like the memory figures."""
+    found, start, all_before, ours_before = Load(), time.monotonic(), _all_cpu_seconds(), _our_cpu_seconds()
+    yield found
+    took, ours = time.monotonic() - start, _our_cpu_seconds() - ours_before
+    found.ours = ours / took
+    found.others = max(0.0, _all_cpu_seconds() - all_before - ours) / took
+
+
+def _all_cpu_seconds() -> float:
+    """CPU seconds of everything since the machine started, without idling and waiting for disks."""
+    user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def _our_cpu_seconds() -> float:
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
 
 
 def compare(model: Path, calibration: Path, shape: str, recipe: str, mode: LayerwiseChoice, work: Path, rows: int
             ) -> Compared:
     """Plan, calibrate in a fresh process, read what it took."""
     out = work / "out"
-    planned = estimate(make_plan(model, load_recipe(recipe), length=LENGTH, layerwise=mode), rows, LENGTH,
-                       work / "rehearsals")
-    done = subprocess.run([sys.executable, "-m", "benchmarks.plans", "--one", str(model), str(calibration), recipe,
-                           str(out), mode], cwd=Path(__file__).parents[1])
+    with watched() as planning:
+        planned = estimate(make_plan(model, load_recipe(recipe), length=LENGTH, layerwise=mode), rows, LENGTH,
+                           work / "rehearsals")
+    with watched() as calibrating:
+        done = subprocess.run([sys.executable, "-m", "benchmarks.plans", "--one", str(model), str(calibration), recipe,
+                               str(out), mode], cwd=Path(__file__).parents[1])
     if done.returncode:
         raise SystemExit(f"calibrating {shape} by {recipe} failed")
     artifact = Artifact.open(out)
@@ -68,12 +110,17 @@ def compare(model: Path, calibration: Path, shape: str, recipe: str, mode: Layer
     disk = sum(path.stat().st_size for path in out.glob("*.safetensors"))
     shutil.rmtree(out)
     way = "layer by layer" if mode == "on" else "whole"
-    return Compared(f"{shape} {recipe} {way}", planned, evidence["seconds"], evidence["peak_anonymous_bytes"], disk)
+    return Compared(f"{shape} {recipe} {way}", planned, evidence["seconds"], evidence["peak_anonymous_bytes"], disk,
+                    planning, calibrating)
 
 
 def cells_of(one: Compared) -> list[BenchCell]:
-    """Value: measured; peer: planned."""
-    return [cell_of(f"{one.name} time", [one.seconds], "s", peer=one.plan.seconds, peer_name="planned"),
+    """Value: measured; peer: planned. Of loads: during the calibration; during the rehearsal."""
+    loads = [cell_of(f"{one.name} {whose} cores", [round(now, 2)], "cores", peer=round(then, 2), peer_name="rehearsal")
+             for whose, now, then in (("our", one.calibrating.ours, one.planning.ours),
+                                      ("others'", one.calibrating.others, one.planning.others))]
+    return [*loads,
+            cell_of(f"{one.name} time", [one.seconds], "s", peer=one.plan.seconds, peer_name="planned"),
             cell_of(f"{one.name} memory", [one.memory / 1e6], "MB", peer=one.plan.memory_bytes / 1e6,
                     peer_name="planned"),
             cell_of(f"{one.name} disk", [one.disk], "bytes", peer=one.plan.size_bytes, peer_name="planned")]
@@ -111,17 +158,27 @@ def document(cells: list[dict[str, object]], device: str, recipes: list[str]) ->
 
 
 def _compared(cells: list[dict[str, object]], device: str) -> list[str]:
-    lines = ["## Planned against measured", "", f"Measured on {device}, random Llamas "
-             f"({', '.join(f'{name}: {shape.parameters / 1e6:.0f} M parameters' for name, shape in SHAPES.items())}), "
-             f"calibrated on rows of {LENGTH} tokens. Disk is compared to the byte.", "",
-             "| calibration | planned | measured | off by | asked |", "|---|---:|---:|---:|---:|"]
+    shapes = [f"{name}: {shape.parameters / 1e6:.0f} M parameters" for name, shape in SHAPES.items()
+              if any(str(cell["name"]).startswith(f"{name} ") for cell in cells)]
+    others = {str(cell["name"]).removesuffix(" others' cores"): f"{cell['peer']} / {cell['value']}" for cell in cells
+              if str(cell["name"]).endswith(" others' cores")}
+    lines = ["## Planned against measured", "", f"Measured on {device}, random Llamas ({', '.join(shapes)}), "
+             f"calibrated on rows of {LENGTH} tokens. Disk is compared to the byte. Times are of a shared machine: the "
+             "last column says how many cores other processes kept busy while the plan was rehearsed / while it was "
+             "carried out.",
+             "", "| calibration | planned | measured | off by | asked | others' cores |",
+             "|---|---:|---:|---:|---:|---:|"]
     for cell in cells:
+        if cell["unit"] == "cores":
+            continue
         value, peer = float(str(cell["value"])), float(str(cell["peer"]))
+        name = str(cell["name"]).removesuffix(" time")
         exact = cell["unit"] == "bytes"
         asked = "exact" if exact else f"{TIME_WITHIN if cell['unit'] == 's' else MEMORY_WITHIN:.0%}"
         off = f"{value - peer:+,.0f} bytes" if exact else f"{peer / value - 1:+.0%}"
         shown = f"{peer:,.0f} | {value:,.0f}" if exact else f"{peer:,.1f} {cell['unit']} | {value:,.1f} {cell['unit']}"
-        lines.append(f"| {cell['name']} | {shown} | {off} | {asked} |")
+        beside = others.get(name, "") if cell["unit"] == "s" else ""
+        lines.append(f"| {cell['name']} | {shown} | {off} | {asked} | {beside} |")
     return [*lines, ""]
 
 
@@ -162,7 +219,7 @@ def measure(asked: argparse.Namespace) -> list[BenchCell]:
             for recipe in asked.recipe:
                 for mode in asked.mode:
                     found += cells_of(compare(model, work / f"{shape}-set", shape, recipe, mode, work, asked.rows))
-                    print(table(found[-3:]), flush=True)
+                    print(table(found[-5:]), flush=True)
             shutil.rmtree(model)
     return found
 
