@@ -10,7 +10,7 @@ from calib.errors import CalibError
 from calib.head import HEAD
 from calib.layers import Family, is_tied
 from calib.parallel import shard_columns
-from calib.recipe import Recipe
+from calib.recipe import EIGHT_BITS, Recipe
 from calib.scheme import Frozen, Grid, Scheme
 
 #: Modules that no recipe touches, and why.
@@ -28,24 +28,41 @@ class ModulePlan(Frozen):
     reason: str = ""
 
 
-def _kept(recipe: Recipe, names: list[str]) -> dict[str, str]:
-    """Module -> the pattern of ``keep`` that matched it. A pattern without effect is an error."""
-    kept: dict[str, str] = {}
-    for pattern in recipe.keep:
+def _matched(recipe: Recipe, key: str, patterns: tuple[str, ...], names: list[str]) -> dict[str, str]:
+    """Module -> the pattern of ``key`` that matched it. A pattern without effect is an error."""
+    found: dict[str, str] = {}
+    for pattern in patterns:
         hits = fnmatch.filter(names, pattern)
         if not hits:
-            raise CalibError(f"recipe {recipe.name}: keep pattern {pattern!r} matches no module",
+            raise CalibError(f"recipe {recipe.name}: {key} pattern {pattern!r} matches no module",
                              f"Modules are named like {names[0]}.")
-        kept |= dict.fromkeys(hits, pattern)
-    return kept
+        found |= dict.fromkeys(hits, pattern)
+    return found
+
+
+def _kept(recipe: Recipe, names: list[str]) -> dict[str, str]:
+    return _matched(recipe, "keep", recipe.keep, names)
+
+
+def _raised(recipe: Recipe, names: list[str]) -> dict[str, Grid]:
+    """Module -> the grid that it is raised to. A module that two keys claim is an error."""
+    claimed = dict.fromkeys(_kept(recipe, names), "keep")
+    found: dict[str, Grid] = {}
+    for name, patterns in recipe.raised.items():
+        for module in _matched(recipe, f"raised {name}", patterns, names):
+            if module in claimed:
+                raise CalibError(f"recipe {recipe.name}: {module} is named by {claimed[module]} and by raised {name}",
+                                 "A module has one format; take it out of one of them.")
+            claimed[module], found[module] = f"raised {name}", EIGHT_BITS[name]
+    return found
 
 
 def group_size_of(recipe: Recipe, shapes: dict[str, tuple[int, int]], tp: int = 1) -> int | None:
     """The first group size that divides every matched module's input, as it lies on one of ``tp`` devices."""
     if not recipe.group_sizes:
         return None
-    kept = _kept(recipe, list(shapes))
-    matched = {name: shape for name, shape in shapes.items() if name not in kept}
+    apart = {**_kept(recipe, list(shapes)), **_raised(recipe, list(shapes))}
+    matched = {name: shape for name, shape in shapes.items() if name not in apart}
     for size in recipe.group_sizes:
         if all(shard_columns(name, columns, tp) % size == 0 for name, (_, columns) in matched.items()):
             return size
@@ -59,22 +76,28 @@ def group_size_of(recipe: Recipe, shapes: dict[str, tuple[int, int]], tp: int = 
 def matched_modules(recipe: Recipe, shapes: dict[str, tuple[int, int]], group: int | None, kv: Grid
                     ) -> list[ModulePlan]:
     """The decoder layers' linears. CalibError for a keep pattern without effect, or a shape that cannot be packed."""
-    kept = _kept(recipe, list(shapes))
+    kept, raised = _kept(recipe, list(shapes)), _raised(recipe, list(shapes))
     if len(kept) == len(shapes):
         raise CalibError(f"recipe {recipe.name} keeps every module in bf16", "Use the recipe bf16 for that.")
+    if raised and len(kept) + len(raised) == len(shapes):
+        raise CalibError(f"recipe {recipe.name} raises every module that it does not keep: none is left in "
+                         f"{recipe.weight.dtype}", "Use int8_weight_only or fp8_weight_only for that.")
     plans = []
     for name, shape in shapes.items():
         if recipe.method == "none":
             plans.append(ModulePlan(name=name, shape=shape, scheme=None, reason=f"recipe {recipe.name} leaves weights"))
         elif name in kept:
             plans.append(ModulePlan(name=name, shape=shape, scheme=None, reason=f"keep pattern {kept[name]!r}"))
+        elif name in raised:
+            plans.append(ModulePlan(name=name, shape=shape, scheme=Scheme(weight=raised[name], kv=kv)))
         else:
             folded = recipe.method != "awq_lite" or not name.endswith(("o_proj", "down_proj"))
             plans.append(ModulePlan(name=name, shape=shape, scheme=Scheme(
                 weight=recipe.weight_grid(group), activation=recipe.activation_grid(group), kv=kv,
                 pre_quant_scale=not folded, act_order=recipe.act_order == "groups")))
-    odd = next((plan for plan in plans if plan.scheme and plan.shape[0] % 2), None)
-    if odd is not None and recipe.weight.dtype == "int4":
+    odd = next((plan for plan in plans if plan.scheme and plan.scheme.weight.dtype == "int4" and plan.shape[0] % 2),
+               None)
+    if odd is not None:
         raise CalibError(f"{odd.name} has {odd.shape[0]} outputs; int4 codes are packed in pairs of outputs",
                          "Put the module on keep.")
     return plans
@@ -82,14 +105,22 @@ def matched_modules(recipe: Recipe, shapes: dict[str, tuple[int, int]], group: i
 
 def check_fused(family: Family, modules: tuple[ModulePlan, ...], num_layers: int) -> None:
     """Readers of one input (q, k, v; gate, up) become one matrix in an engine, so they share a fate."""
-    schemes = {module.name: module.scheme is None for module in modules}
+    grids = {module.name: None if module.scheme is None else module.scheme.weight for module in modules}
     for layer in range(num_layers):
         for names in family.fused:
             members = [f"{family.layers}.{layer}.{name}" for name in names]
-            if len({schemes[member] for member in members}) > 1:
-                left = next(member for member in members if schemes[member])
-                raise CalibError(f"{left} is kept in bf16, the others that read its input are not",
-                                 f"Keep all of {', '.join(names)} or none.")
+            if len(set(map(str, found := [grids[member] for member in members]))) > 1:
+                raise CalibError(*_torn(members, found, names))
+
+
+def _torn(members: list[str], grids: list[Grid | None], names: tuple[str, ...]) -> tuple[str, str]:
+    """Message and hint where readers of one input have different formats."""
+    if None in grids:
+        return (f"{members[grids.index(None)]} is kept in bf16, the others that read its input are not",
+                f"Keep all of {', '.join(names)} or none.")
+    odd = next(index for index, grid in enumerate(grids) if grid != grids[0])
+    return (f"{members[odd]} is {grids[odd]}, {members[0]}, which reads the same input, is {grids[0]}",
+            f"Raise all of {', '.join(names)} or none.")
 
 
 def other_modules(shapes: Mapping[str, tuple[int, ...]], config: dict[str, Any], recipe: Recipe, kv: Grid

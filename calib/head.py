@@ -9,13 +9,12 @@ two.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from calib.grids import amax_scale, dequantize_weight, quantize_weight
+from calib.apart import round_weight
 from calib.scheme import Grid
 
 HEAD = "lm_head"
@@ -24,20 +23,8 @@ HEAD = "lm_head"
 def quantize_head(model: nn.Module, grid: Grid) -> dict[str, torch.Tensor]:
     """Put the head on ``grid``, in place, and untie it. Returns its canonical tensors by leaf name."""
     head: Any = model.get_submodule(HEAD)
-    weight = head.weight.detach().to(torch.bfloat16).float()
-    scale = amax_scale(grid, weight)
-    codes = quantize_weight(grid, weight, scale)
-    head.weight = nn.Parameter(dequantize_weight(grid, codes, scale), requires_grad=False)
+    values, tensors = round_weight(head.weight, grid, HEAD)
+    head.weight = nn.Parameter(values, requires_grad=False)
     config: Any = model.config
     config.tie_word_embeddings = False
-    return {"weight": codes, "weight_scale": scale}
-
-
-def with_head(stream: Iterable[tuple[str, torch.Tensor]], tensors: Mapping[str, torch.Tensor]
-              ) -> Iterator[tuple[str, torch.Tensor]]:
-    """A canonical stream with the head's tensors in the place of its weight."""
-    for name, tensor in stream:
-        if name == f"{HEAD}.weight":
-            yield from ((f"{HEAD}.{leaf}", value) for leaf, value in tensors.items())
-        else:
-            yield name, tensor
+    return tensors

@@ -57,9 +57,9 @@ class LayerWork:
         return f"{self.family.layers}.{layer}."
 
     def layer_schemes(self, layer: int) -> dict[str, Scheme]:
-        """The schemes of one layer's modules."""
-        prefix = self.prefix(layer)
-        return {name: scheme for name, scheme in self.schemes.items() if name.startswith(prefix)}
+        """The schemes of one layer's modules that the method rounds."""
+        prefix, raised = self.prefix(layer), self.plan.raised_schemes
+        return {name: scheme for name, scheme in self.schemes.items() if name.startswith(prefix) and name not in raised}
 
     def layer_plan(self, layer: int) -> CalibrationPlan:
         """The plan as if the model were this layer."""

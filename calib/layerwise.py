@@ -29,6 +29,7 @@ import torch
 from torch import nn
 
 from calib import methods, quantizer
+from calib.apart import round_apart, with_rounded
 from calib.errors import CalibError
 from calib.layer_choices import choose_alpha
 from calib.layer_model import head_model, outside_names, outside_tensors
@@ -83,6 +84,7 @@ def _calibrate(work: LayerWork, layer: int, alpha: float | None) -> None:
     data = LayerBatches(work.store, layer, "data", len(work.batches), one=solved)
     relay.to = data.take
     tensors = _solve(work, model, layer, data, report) if solved else _quantize(work, model, layer, data, report, alpha)
+    tensors = with_rounded(tensors, round_apart(model, work.layer_plan(layer).raised_schemes))
     schemes = {} if solved else work.layer_schemes(layer)
     with quantizer.disabled(model, quantizer.weight_quantizers(schemes)):
         _pass_row(work, model, relay, layer, "after")

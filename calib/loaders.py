@@ -97,8 +97,19 @@ def _mixed_groups(scheme: Scheme) -> bool:
             and scheme.activation.granularity.kind == "group")
 
 
-def loaders(layout: LayoutName, scheme: Scheme | None) -> tuple[Loader, ...]:
-    """Who loads a checkpoint of ``layout`` whose modules have ``scheme`` (None: unquantized weights)."""
+def loaders(layout: LayoutName, scheme: Scheme | None, *, raised: bool = False) -> tuple[Loader, ...]:
+    """Who loads a checkpoint of ``layout`` whose modules have ``scheme`` (None: unquantized weights), some of them
+    ``raised`` to eight bits."""
     ours = Loader(runtime="this toolkit", loads=scheme is None or scheme.weight.dtype not in ("nvfp4", "mxfp8"),
                   source="tests/engines")
-    return ours, _transformers(layout), _vllm(layout, scheme), _sglang(layout, scheme), _tensorrt(layout, scheme)
+    others = (_transformers(layout), _vllm(layout, scheme), _sglang(layout, scheme), _tensorrt(layout, scheme))
+    return ours, *(_doubtful(other, layout) if raised and other.loads else other for other in others)
+
+
+def _doubtful(loader: Loader, layout: LayoutName) -> Loader:
+    """What is read from sources of one scheme a checkpoint says little of two."""
+    if layout == "modelopt":
+        return Loader(runtime=loader.runtime, loads=False, note="W4A16_AWQ beside W8A16: not verified",
+                      source=loader.source)
+    note = "two config groups in one checkpoint: not run"
+    return loader.model_copy(update={"note": f"{loader.note}; {note}" if loader.note else note})

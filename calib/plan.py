@@ -89,8 +89,14 @@ class CalibrationPlan(Frozen):
 
     @property
     def layer_schemes(self) -> dict[str, Scheme]:
-        """``schemes`` without the output head, which no method but its own touches (``calib.head``)."""
-        return {name: scheme for name, scheme in self.schemes.items() if name != HEAD}
+        """What the recipe's method rounds: ``schemes`` without the output head (``calib.head``) and raised modules."""
+        return {name: scheme for name, scheme in self.schemes.items() if name not in (HEAD, *self.raised_schemes)}
+
+    @property
+    def raised_schemes(self) -> dict[str, Scheme]:
+        """Modules with eight bits where the others have four, which no method touches (``calib.apart``)."""
+        return {name: scheme for name, scheme in self.schemes.items()
+                if self.recipe.raised and name != HEAD and scheme.weight.dtype != self.recipe.weight.dtype}
 
     @property
     def left(self) -> dict[str, str]:
@@ -136,7 +142,8 @@ def make_plan(model: str | Path, recipe: Recipe, kv_cache: KvChoice = "bf16", *,
         work_bytes=_work_bytes(sizes, recipe, length) if by_layer else 0,
         memory_bytes=working_bytes(sizes, recipe, length, layerwise=by_layer), memory_bound_bytes=bound,
         disk_free_bytes=None if out is None else free_bytes(out), seconds=None,
-        loaders=loaders(layout, next((one.scheme for one in modules if one.scheme and one.name != HEAD), None)),
+        loaders=loaders(layout, next((one.scheme for one in modules if one.scheme and one.name != HEAD and (
+            one.scheme.weight.dtype == recipe.weight.dtype)), None), raised=bool(recipe.raised)),
         warnings=_warnings(recipe, group, grid, modules, tied))
 
 

@@ -15,14 +15,18 @@ from typing import Any, Literal, NamedTuple
 from pydantic import Field, ValidationError, model_validator
 
 from calib.errors import CalibError, UnknownNameError
-from calib.recipe_rules import check_layout, check_method
+from calib.recipe_rules import check_layout, check_method, raises
 from calib.scheme import BF16, FIXED_GROUPS, Frozen, Grid, PerChannel, PerGroup
 from calib.yaml_text import read_yaml
 
 RECIPES = Path(__file__).parent / "recipes"
 Method = Literal["none", "max", "smooth", "awq_lite", "awq", "gptq"]
 LayoutName = Literal["hf", "modelopt", "compressed-tensors", "awq", "gptq"]
+EightBits = Literal["fp8", "int8"]
 DEFAULT = "default"
+#: Eight-bit weights beside a recipe's own: one scale per channel.
+EIGHT_BITS: dict[str, Grid] = {"fp8": Grid(dtype="fp8_e4m3", granularity=PerChannel()),
+                               "int8": Grid(dtype="int8", granularity=PerChannel())}
 
 
 class Recipe(Frozen):
@@ -38,8 +42,10 @@ class Recipe(Frozen):
     that order, "groups"; ``clip_ratios`` are tried for each group's range).
     ``group_sizes``: for grouped weights, in order of preference; the first that divides every matched input is taken.
     A grouped activation beside grouped weights has their groups. ``keep``: fnmatch patterns of modules left in bf16.
-    ``protect``: that many decoder layers are left in bf16 too, chosen by measured loss. ``lm_head``: quantize the
-    output head too, weight only, one scale per channel; a tied head is untied. ``rows``: calibration sequences used at
+    ``protect``: that many decoder layers are left in bf16 too, chosen by measured loss. ``raised``: "int8" or "fp8" ->
+    fnmatch patterns of modules whose weights get eight bits where the others get four, weight only, one scale per
+    channel, no search (``calib.apart``). ``lm_head``: quantize the output head too, in the same way; a tied head is
+    untied. ``rows``: calibration sequences used at
     most. ``choose_tokens``: tokens of ``choose`` text for measured choices. ``seed`` picks the calibration rows.
     """
 
@@ -57,7 +63,8 @@ class Recipe(Frozen):
     act_order: Literal["none", "static", "groups"] = "none"
     keep: tuple[str, ...] = ()
     protect: int = Field(default=0, ge=0)
-    lm_head: Literal["fp8", "int8"] | None = None
+    raised: dict[EightBits, tuple[str, ...]] = Field(default={}, exclude_if=lambda raised: not raised)
+    lm_head: EightBits | None = None
     rows: int = Field(default=16, gt=0)
     choose_tokens: int = Field(default=2048, ge=64)
     seed: int = Field(default=0, ge=0)
@@ -84,8 +91,12 @@ class Recipe(Frozen):
     @property
     def head_grid(self) -> Grid | None:
         """The output head's weight grid, None where the head stays in bf16."""
-        dtypes: dict[str, Literal["fp8_e4m3", "int8"]] = {"fp8": "fp8_e4m3", "int8": "int8"}
-        return None if self.lm_head is None else Grid(dtype=dtypes[self.lm_head], granularity=PerChannel())
+        return None if self.lm_head is None else EIGHT_BITS[self.lm_head]
+
+    @property
+    def raises(self) -> tuple[str, ...]:
+        """What single modules of this recipe may be raised to."""
+        return raises(self.weight, self.layout)
 
     @property
     def calibrates_activations(self) -> bool:
@@ -140,7 +151,9 @@ def explain(name_or_path: str | Path) -> list[Setting]:
     """Every value of a recipe, in the order of its fields, with the file it was taken from. Errors of load_recipe."""
     path = _path_of(name_or_path)
     composed = _composed(path, ())
-    values = _validated(path, composed).model_dump(mode="json")
+    recipe = _validated(path, composed)
+    dumped = recipe.model_dump(mode="json")  # without ``raised`` where nothing is: such recipes keep their digests
+    values = {key: dumped.get(key, getattr(recipe, key)) for key in Recipe.model_fields}
     return [Setting(key, value, composed[key].origin if key in composed else DEFAULT) for key, value in values.items()]
 
 

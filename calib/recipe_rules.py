@@ -6,7 +6,8 @@ ValueError in words; pydantic turns it into the recipe's error.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 from calib.scheme import FIXED_GROUPS, Grid
 
@@ -44,6 +45,8 @@ class _Settings(Protocol):
     @property
     def protect(self) -> int: ...
     @property
+    def raised(self) -> Mapping[Any, tuple[str, ...]]: ...
+    @property
     def lm_head(self) -> str | None: ...
 
 
@@ -55,6 +58,7 @@ def check_method(recipe: _Settings) -> None:
         raise ValueError(f"method {method!r} does not go with {weight} weights")
     if method == "none" and (activation or recipe.protect or recipe.keep or recipe.lm_head):
         raise ValueError("activation, keep, protect and lm_head have no effect when weights are not quantized")
+    _check_raised(recipe)
     if method in ("max", "smooth") and not weight.symmetric:
         raise ValueError(f"weights {weight}: method {method!r} makes symmetric grids; zero points need awq or gptq")
     if weight.granularity.kind == "block" and (method != "max" or weight.dtype != "fp8_e4m3"):
@@ -67,6 +71,28 @@ def check_method(recipe: _Settings) -> None:
     grouped = activation is not None and activation.granularity.kind == "group"
     if recipe.protect and (weight.dtype in FIXED_GROUPS or not weight.symmetric or grouped):
         raise ValueError("protect measures layers on plain grids: no zero points, blocks or activations in groups")
+
+
+def raises(weight: Grid, layout: str) -> tuple[str, ...]:
+    """Eight-bit weights that may stand beside a recipe's own: beside int4, where the layout has a word for both."""
+    if weight.dtype != "int4" or layout not in ("modelopt", "compressed-tensors"):
+        return ()
+    return ("int8",) if layout == "modelopt" else ("int8", "fp8")
+
+
+def _check_raised(recipe: _Settings) -> None:
+    allowed = raises(recipe.weight, recipe.layout)
+    for name, patterns in recipe.raised.items():
+        if recipe.weight.dtype != "int4":
+            raise ValueError(f"raised lifts modules from int4 to eight bits, and {recipe.weight} weights are not int4; "
+                             "keep leaves modules in 16 bits")
+        if name not in allowed:
+            what = f"can hold modules raised to {', '.join(allowed)}" if allowed else "has one grid for all modules"
+            raise ValueError(f"raised to {name}: layout {recipe.layout!r} {what}; write compressed-tensors")
+        if not patterns:
+            raise ValueError(f"raised names no module for {name}")
+    if recipe.raised and recipe.protect:
+        raise ValueError("protect chooses layers by loss, raised names them: use keep beside raised")
 
 
 def _check_belongings(recipe: _Settings) -> None:

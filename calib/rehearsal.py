@@ -83,8 +83,8 @@ def estimate(plan: CalibrationPlan, rows: int, length: int, cache: Path | None =
 
 
 def _asked(plan: CalibrationPlan, rows: int, length: int) -> dict[str, Any]:
-    """What is rehearsed: the recipe on every module, whatever it keeps or protects of the planned model."""
-    recipe = plan.recipe.model_copy(update={"keep": (), "protect": 0})
+    """What is rehearsed: the recipe on every module, whatever it keeps, raises or protects of the planned model."""
+    recipe = plan.recipe.model_copy(update={"keep": (), "raised": {}, "protect": 0})
     return {"recipe": recipe.model_dump(mode="json"), "kv": _kv_name(plan), "rows": rows, "length": length,
             "layerwise": plan.layerwise}
 

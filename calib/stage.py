@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from calib.apart import round_apart, with_rounded
 from calib.checkpoint import QuantizedCheckpoint
 from calib.dataset import pack_texts
 from calib.errors import CalibError
 from calib.formats.hf import write_shards
-from calib.head import HEAD, quantize_head, with_head
+from calib.head import HEAD, quantize_head
 from calib.kept import read_kept, write_kept
 from calib.layer_store import LayerStore
 from calib.layer_work import LayerWork
@@ -170,11 +171,13 @@ class Stage:
 
     def _finish(self, folder: Path, model: nn.Module, outcome: Outcome, before: Before,
                 tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """The head, a look at the model as it will be written, and the writing. ``tensors`` is read last."""
+        """What is rounded apart, a look at the model as it will be written, the writing. ``tensors`` is read last."""
+        raised = self.plan.raised_schemes
+        rounded, outcome.schemes = round_apart(model, raised), {**outcome.schemes, **raised}
         if HEAD in self.plan.schemes:
             scheme = self.plan.schemes[HEAD]
-            tensors = with_head(tensors, quantize_head(model, scheme.weight))
-            outcome.schemes = {**outcome.schemes, HEAD: scheme}
+            rounded[HEAD], outcome.schemes[HEAD] = quantize_head(model, scheme.weight), scheme
+        tensors = with_rounded(tensors, rounded)
         outcome.evidence |= check_after(model, before, self.batches[0][:1], self.tokenizer)
         if self.inspect is not None:
             self.inspect(model)

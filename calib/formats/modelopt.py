@@ -37,6 +37,7 @@ from calib.scheme import BF16, Grid, PerBlock, PerChannel, PerGroup, PerTensor, 
 
 _FP8, _FP8_TOKEN = Grid(dtype="fp8_e4m3"), Grid(dtype="fp8_e4m3", granularity=PerToken(), dynamic=True)
 _INT8, _INT8_TOKEN = Grid(dtype="int8"), Grid(dtype="int8", granularity=PerToken(), dynamic=True)
+_INT8_CHANNEL = Grid(dtype="int8", granularity=PerChannel())
 _ALGORITHMS = ("FP8", "FP8_PB_WO", "W8A8_SQ_PER_CHANNEL", "W8A16", "W4A16_AWQ")
 _KV = {"FP8": _FP8, "INT8": _INT8}
 
@@ -175,9 +176,11 @@ class ModeloptLayout:
         """Write a canonical stream into ``folder``: config.json, hf_quant_config.json and weights.
 
         CalibError for schemes that no reader of this layout takes: FP8 per tensor static and symmetric grouped int4
-        are written, int8 belongs to compressed-tensors.
+        are written, the latter also beside int8 weights with 16-bit activations (``MIXED_PRECISION``, each module with
+        its algorithm); int8 alone belongs to compressed-tensors.
         """
-        algorithm, group = self._writable(schemes)
+        algorithm, group = self._writable(self._main(schemes))
+        wide = set(schemes) - set(self._main(schemes))
         unquantized: list[str] = []
 
         def raw() -> Iterator[tuple[str, torch.Tensor]]:
@@ -202,6 +205,11 @@ class ModeloptLayout:
         if group is not None:
             quantization |= {"group_size": group, "has_zero_point": False, "pre_quant_scale": any(
                 scheme.pre_quant_scale for scheme in schemes.values())}
+        if wide:
+            four = {"quant_algo": algorithm, "group_size": group}
+            mixed = {"quant_algo": "MIXED_PRECISION", "quantized_layers": {
+                module: {"quant_algo": "W8A16"} if module in wide else four for module in sorted(schemes)}}
+            quantization, section = {**quantization, **mixed}, {**section, **mixed}
         if kv.quantized:
             section["kv_cache_scheme"] = {"dynamic": False, "num_bits": 8,
                                           "type": "int" if kv.dtype == "int8" else "float"}
@@ -216,6 +224,13 @@ class ModeloptLayout:
         if name is None:
             raise CalibError(f"the modelopt layout cannot hold a KV cache on {kv}", "It holds static fp8 or int8.")
         return name
+
+    @staticmethod
+    def _main(schemes: Mapping[str, Scheme]) -> dict[str, Scheme]:
+        """Without int8 weights with 16-bit activations, where four-bit weights are beside them."""
+        wide = {name for name, scheme in schemes.items() if scheme.weight == _INT8_CHANNEL and not scheme.activation}
+        four = any(scheme.weight.dtype == "int4" for scheme in schemes.values())
+        return {name: scheme for name, scheme in schemes.items() if not four or name not in wide}
 
     @staticmethod
     def _writable(schemes: Mapping[str, Scheme]) -> tuple[str, int | None]:
