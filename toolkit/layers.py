@@ -1,4 +1,4 @@
-"""What each layer costs in each format, and what changes when some layers are left in 16 bits.
+"""What each layer costs in each format, and what changes when some layers get more bits: eight, or all sixteen.
 
 A sensitivity file is one JSON document: for every decoder layer and format what quantizing *only that layer* does, read
 here into ``Sensitivity``. From it a choice of layers gives a predicted loss (losses of single layers added up: they are
@@ -15,10 +15,13 @@ from typing import Any
 import yaml
 from pydantic import Field, ValidationError
 
+from calib.recipe import load_recipe, recipe_names
 from calib.scheme import Frozen
 from toolkit.home import Home
 
 FOLDER = "sensitivity"
+#: What a layer of fewer bits is raised to: weights alone, one scale per channel.
+RAISED = "int8"
 _BITS = {"bf16": 16.0, "fp8": 8.0, "int8": 8.0, "int4_awq": 4.25}
 
 
@@ -79,7 +82,7 @@ def _first(error: Exception) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """With some layers in 16 bits: loss, bytes of the layers' linears, and the same with every layer quantized."""
+    """With some layers in more bits: loss, bytes of the layers' linears, and the same with none of them."""
 
     loss: float | None
     loss_all: float | None
@@ -92,15 +95,28 @@ class Prediction:
         return self.size / self.size_all - 1
 
 
-def predict(sensitivity: Sensitivity, format: str, kept: Sequence[int]) -> Prediction:
-    """``kept``: layers that stay in 16 bits."""
+def can_raise(format: str) -> bool:
+    """Whether single layers of a format may have eight bits (``raised`` in its recipe)."""
+    return format in recipe_names() and RAISED in load_recipe(format).raises
+
+
+def predict(sensitivity: Sensitivity, format: str, kept: Sequence[int], raised: Sequence[int] = ()) -> Prediction:
+    """``kept``: layers that stay in 16 bits; ``raised``: those in eight, whose loss is taken from the int8 that was
+    measured (its activations were rounded too, so it says rather too much); None where it was not."""
     costs = [cost for layer in sensitivity.layers if (cost := sensitivity.cost(layer, format)) is not None]
     losses = [cost.loss for cost in costs]
-    left = [cost.loss for cost in costs if cost.layer not in kept]
+    left = [_loss(sensitivity, cost.layer, RAISED) if cost.layer in raised else cost.loss
+            for cost in costs if cost.layer not in kept]
     bits = _BITS.get(format, 16.0)
-    sizes = [cost.parameters * (16.0 if cost.layer in kept else bits) / 8 for cost in costs]
+    sizes = [cost.parameters * (16.0 if cost.layer in kept else _BITS[RAISED] if cost.layer in raised else bits) / 8
+             for cost in costs]
     return Prediction(_total(left), _total(losses), int(sum(sizes)), int(sum(cost.parameters * bits / 8
                                                                             for cost in costs)))
+
+
+def _loss(sensitivity: Sensitivity, layer: int, format: str) -> float | None:
+    found = sensitivity.cost(layer, format)
+    return None if found is None else found.loss
 
 
 def _total(losses: Sequence[float | None]) -> float | None:
@@ -129,17 +145,32 @@ def noise(sensitivity: Sensitivity, format: str) -> float:
                default=0.0)
 
 
-def recipe_text(format: str, kept: Sequence[int]) -> str:
-    """A recipe that extends the format's own and leaves those layers (at least one) in 16 bits."""
-    content: dict[str, Any] = {"extends": format, "name": recipe_name(format, kept),
-                               "summary": f"{format} with {len(kept)} layer{'' if len(kept) == 1 else 's'} left in 16 "
-                                          "bits, chosen by sensitivity",
-                               "keep": [f"model.layers.{layer}.*" for layer in sorted(kept)]}
+def recipe_text(format: str, kept: Sequence[int], raised: Sequence[int] = ()) -> str:
+    """A recipe that extends the format's own and leaves those layers in 16 bits, or raises them to eight (one layer at
+    least)."""
+    said = [f"{_count(kept)} left in 16 bits"] if kept else []
+    said += [f"{_count(raised)} raised to {RAISED}"] if raised else []
+    content: dict[str, Any] = {"extends": format, "name": recipe_name(format, kept, raised),
+                               "summary": f"{format} with {' and '.join(said)}, chosen by sensitivity"}
+    if kept:
+        content["keep"] = _patterns(kept)
+    if raised:
+        content["raised"] = {RAISED: _patterns(raised)}
     return str(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
 
 
-def recipe_name(format: str, kept: Sequence[int]) -> str:
-    return f"{format}-keep-{'-'.join(map(str, sorted(kept)))}"[:60]
+def _patterns(chosen: Sequence[int]) -> list[str]:
+    return [f"model.layers.{layer}.*" for layer in sorted(chosen)]
+
+
+def _count(chosen: Sequence[int]) -> str:
+    return f"{len(chosen)} layer{'' if len(chosen) == 1 else 's'}"
+
+
+def recipe_name(format: str, kept: Sequence[int], raised: Sequence[int] = ()) -> str:
+    parts = [format] + [f"{word}-{'-'.join(map(str, sorted(chosen)))}" for word, chosen in (
+        ("keep", kept), (RAISED, raised)) if chosen]
+    return "-".join(parts)[:60]
 
 
 def matrix(sensitivity: Sensitivity, measure: str) -> list[list[float | None]]:

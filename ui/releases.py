@@ -91,9 +91,9 @@ def _approve(here: Site, rows: list[tuple[str, Row]], held: dict[str, Approved])
         names = {f"{SIGNS[row.verdict or 'BASELINE']} {label(row)} · {run}": row for run, row in rows}
         row = names[st.selectbox("Engine", list(names), key="release-engine", bind="query-params")]
         st.markdown(f"{common.badge(row.verdict or 'BASELINE')}  {common.plain(row.verdict_reason or '')}")
-        if row.engine_digest in held:
-            one = held[row.engine_digest]
-            st.caption(f"{common.plain(one.who)} approved it on {one.at[:10]}: {common.plain(one.reason)}")
+        one = held.get(row.engine_digest)  # always a line, so that the form below keeps its place from engine to engine
+        st.caption("Nobody has approved it yet." if one is None else
+                   f"{common.plain(one.who)} approved it on {one.at[:10]}: {common.plain(one.reason)}")
         with st.form("approve", border=False):
             left, right = st.columns([1, 2])
             who = left.text_input("Who approves", _me(), key="who")

@@ -144,6 +144,25 @@ def test_scores_and_greedy_tokens_are_the_oracles(folder: Path, tmp_path: Path, 
     assert clear >= (4 if case.rounded else 70), clear
 
 
+def test_layers_of_two_schemes_run_in_one_engine(folder: Path, tmp_path: Path) -> None:
+    """Layer 1 raised from int4 to int8: each layer has its own tiles, and scores are the oracle's."""
+    checkpoint = MemoryCheckpoint.of(folder, Scheme(weight=int4(32), pre_quant_scale=True))
+    raised = Scheme(weight=Grid(dtype="int8", granularity=PerChannel()))
+    checkpoint.schemes |= {name: raised for name in checkpoint.schemes if ".layers.1." in name}
+    _, one, _ = open_backends(tmp_path, checkpoint)
+    kinds = {(".layers.1." in op.parts[0], one._tiles[op.out].kind.name) for op in one._plan.program.linears()
+             if op.parts != ("lm_head",)}
+    assert kinds == {(False, "INT4"), (True, "INT8_WIDE")}
+    oracle, prompts = load_model(checkpoint), [np.random.default_rng(0).integers(0, VOCAB, n).tolist() for n in (3, 90)]
+    engine = build(checkpoint, EngineSpec(tune="none", max_num_tokens=64), tmp_path / "engine")
+    with LLM(engine) as llm:
+        scores = llm.loglikelihood(prompts, at_ids=[np.tile(np.arange(VOCAB), (len(prompt) - 1, 1))
+                                                    for prompt in prompts])
+    for prompt, score in zip(prompts, scores, strict=True):
+        logits = logits_by(oracle, prompt)[:-1]
+        assert np.abs(score.at_logprobs - logits.log_softmax(-1).numpy()).max() < EXACT * float(logits.abs().max())
+
+
 def logits_by(oracle: torch.nn.Module, tokens: list[int]) -> torch.Tensor:
     with torch.inference_mode():
         return oracle(torch.tensor([tokens]), use_cache=False).logits[0]

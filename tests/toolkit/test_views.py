@@ -2,6 +2,7 @@
 
 import pytest
 
+from calib.recipe import load_recipe
 from evals.loads import Objectives
 from evals.report import Estimate
 from evals.tradeoff import Constraints
@@ -138,6 +139,32 @@ def test_leaving_a_layer_out_is_predicted():
     assert layers.predicted_tpot(layers.predict(costs(), "int4_awq", [0, 1]), costs(), 10.0, 20.0) == 20.0
     assert layers.predicted_tpot(layers.predict(costs(), "int4_awq", []), costs(), 10.0, 20.0) == 10.0
     assert costs().formats == ["fp8", "int4_awq"]
+
+
+def test_raising_a_layer_is_predicted_from_what_int8_costs():
+    unknown = layers.predict(costs(), "int4_awq", [], [1])
+    assert (unknown.loss, unknown.size) == (None, 1000 + 531)
+    measured = Sensitivity(**costs().model_dump(exclude={"costs"}), costs=[*costs().costs, *(
+        LayerCost(layer=layer, format="int8", loss=0.003, parameters=1000) for layer in (0, 1))])
+    assert layers.predict(measured, "int4_awq", [], [1]).loss == pytest.approx(0.02 + 0.003)
+    assert layers.predict(measured, "int4_awq", [0], [1]).loss == pytest.approx(0.003)
+    assert [name for name in ("bf16", "fp8", "int8", "int4_awq", "int4_gptq", "int4_awq_clip", "my.yaml")
+            if layers.can_raise(name)] == ["int4_awq", "int4_awq_clip"]
+
+
+def test_the_exported_recipe_is_one_that_quantize_takes(tmp_path):
+    name = layers.recipe_name("int4_awq", [3], [1, 2])
+    (tmp_path / f"{name}.yaml").write_text(layers.recipe_text("int4_awq", [3], [2, 1]))
+    recipe = load_recipe(tmp_path / f"{name}.yaml")
+    assert (recipe.name, name) == ("int4_awq-keep-3-int8-1-2",) * 2
+    assert recipe.summary == "int4_awq with 1 layer left in 16 bits and 2 layers raised to int8, chosen by sensitivity"
+    assert (recipe.keep, recipe.raised) == (("model.layers.3.*",), {"int8": ("model.layers.1.*", "model.layers.2.*")})
+
+
+def test_a_heat_map_marks_what_has_more_bits():
+    figure = plots.heat_map(["a", "b"], ["fp8"], [[1.0], [3.0]], "loss", marked=[("a", "fp8")], raised=[("b", "fp8")])
+    assert [(list(trace.y), trace.marker.symbol) for trace in figure.data[1:]] == [
+        (["a"], "circle-open"), (["b"], "triangle-up-open")]
 
 
 def test_a_heat_map_with_both_signs_has_its_middle_at_zero():

@@ -107,12 +107,12 @@ def add_answers(home, rows, run_facts):
     run_facts["evaluation_digest"] = data.digest
 
 
-def add_sensitivity(home):
+def add_sensitivity(home, formats=("fp8", "int4_awq")):
     from toolkit import layers
     from toolkit.layers import LayerCost, Sensitivity
 
     costs = [LayerCost(layer=layer, format=name, loss=0.001 * (layer + 1) * size, sqnr_db=30 - layer, amax=4.0,
-                       parameters=1000) for layer in range(4) for name, size in (("fp8", 1), ("int4_awq", 5))]
+                       parameters=1000) for layer in range(4) for name, size in zip(formats, (1, 5), strict=True)]
     (home.path / layers.FOLDER).mkdir(parents=True)
     (home.path / layers.FOLDER / "tiny.json").write_text(Sensitivity(
         model="tiny", model_digest="d" * 64, created="2026-11-29T20:00:00+00:00", costs=costs).model_dump_json())

@@ -183,6 +183,17 @@ def test_raise_a_layer_and_export_the_recipe(browser, served, watched, tmp_path)
     other.page.get_by_text("+0.0300").wait_for()
     other.quiet()
 
+    page.get_by_role("combobox", name="Layers raised to 8 bits").click()
+    page.get_by_role("option", name="layer 3").click()
+    page.get_by_text("raised to int8").first.wait_for()
+    page.keyboard.press("Escape")
+    page.wait_for_function("!location.search.includes('kept=3') && location.search.includes('raised=3')")
+    with page.expect_download() as found:
+        page.get_by_role("button", name="Recipe").click()
+    found.value.save_as(tmp_path / found.value.suggested_filename)
+    raised = load_recipe(tmp_path / "int4_awq-int8-3.yaml")
+    assert (raised.keep, raised.raised) == ((), {"int8": ("model.layers.3.*",)})
+
 
 def test_start_a_job_refresh_and_restart_the_server(browser, served, watched, full_home):
     """The job is still there after a refresh, in a second tab, and for a new server; and it ends."""

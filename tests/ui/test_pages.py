@@ -214,6 +214,33 @@ def test_a_layer_is_raised_and_the_recipe_follows(open_page, tmp_path):
     assert "with 1 layer left" in page.code[0].value
     assert load_recipe(recipe).keep == ("model.layers.3.*",)
     assert page.code[1].value == "toolkit quantize tiny --recipe int4_awq-keep-3.yaml --out int4_awq-keep-3"
+    page.multiselect(key="raised").set_value([2]).run()
+    assert page.metric[0].value == "–", "nobody measured int8"
+    assert "was not measured" in shown_text(page)
+    recipe.write_text(page.code[0].value)
+    found = load_recipe(recipe)
+    assert (found.keep, found.raised) == (("model.layers.3.*",), {"int8": ("model.layers.2.*",)})
+    assert "--recipe int4_awq-keep-3-int8-2.yaml" in page.code[1].value
+
+
+def test_a_layer_has_one_format(open_page, tmp_path):
+    """What is chosen in one list leaves the other; eight bits are offered where the recipe can hold them."""
+    home = Home(tmp_path / "home")
+    add_sensitivity(home, ("int8", "int4_awq"))
+    page = open_page(home, "layers", format="int4_awq", kept=["3"])
+    page.button(key="raise").click().run()
+    assert (page.multiselect(key="raised").value, page.multiselect(key="kept").value) == ([1, 2, 3], [])
+    assert page.metric[0].value == "+0.0140", "layer 0 in int4 and the others in int8"
+    assert page.metric[1].value == "3.53 kB"
+    assert "so it should lose less" in shown_text(page)
+    page.multiselect(key="kept").set_value([1]).run()
+    assert page.multiselect(key="raised").value == [2, 3]
+    assert page.button(key="raise").disabled
+    page.multiselect(key="raised").set_value([0, 2, 3]).run()
+    assert "No layer is left in int4" in shown_text(page)
+    page.segmented_control(key="format").set_value("int8").run()
+    assert not page.exception
+    assert not any(found.key == "raised" for found in page.multiselect)
 
 
 def test_the_advice_is_taken_and_all_layers_in_16_bits_is_no_recipe(open_page, tmp_path):

@@ -106,10 +106,11 @@ def memory_map(engines: Sequence[tuple[str, Sequence[tuple[str, int]]]], palette
 
 
 def heat_map(layers: Sequence[str], formats: Sequence[str], values: Sequence[Sequence[float | None]], title: str,
-             palette: Palette = LIGHT, marked: Sequence[tuple[str, str]] = ()) -> go.Figure:
+             palette: Palette = LIGHT, marked: Sequence[tuple[str, str]] = (), raised: Sequence[tuple[str, str]] = ()
+             ) -> go.Figure:
     """Layer x format. One hue from the page's surface to the accent, so dark means much in light mode and bright in
     dark; with values on both sides of zero two hues that the colour-blind tell apart, zero being the surface.
-    ``marked`` cells (layer, format) carry a ring."""
+    ``marked`` cells (layer, format) carry a ring, ``raised`` ones a triangle."""
     known = [value for row in values for value in row if value is not None]
     both = bool(known) and min(known) < 0 < max(known)
     reach = max((abs(value) for value in known), default=1.0)
@@ -121,10 +122,11 @@ def heat_map(layers: Sequence[str], formats: Sequence[str], values: Sequence[Seq
         colorbar={"title": {"text": title, "side": "right", "font": {"size": 12, "color": palette.muted}},
                   "thickness": 10, "outlinewidth": 0, "tickfont": {"color": palette.muted, "size": 11}},
         hovertemplate="%{y}, %{x}: %{z:.4g}<extra></extra>"))
-    if marked:
-        figure.add_scatter(x=[place for _, place in marked], y=[layer for layer, _ in marked], mode="markers",
-                           marker={"symbol": "circle-open", "size": 11, "color": palette.text, "line": {"width": 2}},
-                           hoverinfo="skip", showlegend=False)
+    for symbol, cells in (("circle-open", marked), ("triangle-up-open", raised)):
+        if cells:
+            figure.add_scatter(x=[place for _, place in cells], y=[layer for layer, _ in cells], mode="markers",
+                               marker={"symbol": symbol, "size": 11, "color": palette.text, "line": {"width": 2}},
+                               hoverinfo="skip", showlegend=False)
     figure.update_layout(**_sized(palette, 130 + 19 * len(layers)))
     figure.update_yaxes(range=[len(layers) - 0.5, -0.5], showgrid=False, type="category", ticks="", linewidth=0)
     figure.update_xaxes(range=[-0.5, len(formats) - 0.5], showgrid=False, side="top", type="category", ticks="",
