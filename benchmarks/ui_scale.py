@@ -36,7 +36,7 @@ from toolkit.store import RunStore, StoredRow
 PAGES = ("Tradeoffs", "Accuracy", "Latency", "Engine", "Layers", "Compare", "Jobs", "Releases")
 ENGINES = (("bf16", "bf16"), ("fp8", "bf16"), ("int8", "bf16"), ("int4_awq", "bf16"), ("int8", "fp8"))
 CHROMIUM = "/usr/bin/chromium"
-_WHOLE = ("document.querySelector('h1') && document.querySelectorAll('[data-testid=stSkeleton]').length == 0 "
+WHOLE = ("document.querySelector('h1') && document.querySelectorAll('[data-testid=stSkeleton]').length == 0 "
           "&& !document.querySelector('[data-testid=stStatusWidget]')")
 
 
@@ -131,7 +131,7 @@ def open_pages(server: Server, repeats: int) -> list[BenchCell]:
         page = browser.new_page(viewport={"width": 1280, "height": 900})
         page.set_default_timeout(120_000)
         page.goto(server.address)
-        page.wait_for_function(_WHOLE)
+        page.wait_for_function(WHOLE)
         spent: dict[str, list[float]] = {title: [] for title in PAGES}
         for _ in range(repeats + 1):
             for title in [*list(PAGES)[1:], next(iter(PAGES))]:
@@ -151,7 +151,7 @@ def _visit(browser: Any, address: str) -> float:
     page.set_default_timeout(120_000)
     begin = time.perf_counter()
     page.goto(address)
-    page.wait_for_function(_WHOLE)
+    page.wait_for_function(WHOLE)
     spent = time.perf_counter() - begin
     page.close()
     return spent
@@ -161,7 +161,7 @@ def _turn_to(page: Any, title: str) -> float:
     """Seconds from a click on a page's name until that page is whole."""
     begin = time.perf_counter()
     page.get_by_role("link", name=title, exact=True).click()
-    page.wait_for_function(f"document.querySelector('h1')?.textContent == '{title}' && {_WHOLE}")
+    page.wait_for_function(f"document.querySelector('h1')?.textContent == '{title}' && {WHOLE}")
     return time.perf_counter() - begin
 
 
@@ -172,7 +172,7 @@ def _search(page: Any, words: str) -> float:
     begin = time.perf_counter()
     box.press("Enter")
     page.wait_for_function(f"decodeURIComponent(location.search).includes('{words}')")
-    page.wait_for_function(_WHOLE)
+    page.wait_for_function(WHOLE)
     return time.perf_counter() - begin
 
 
