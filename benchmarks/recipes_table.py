@@ -197,9 +197,9 @@ def write_page(page: Path, cells: Path, rows: Sequence[Judged], model: str, miss
     words = [_HEAD, overview(), "",
              "Every recipe goes with a KV cache in bf16, fp8 or int8, and with `lm_head: fp8` or `int8` where its "
              "layout is compressed-tensors. Group sizes are the first of the recipe's list that divides every input. "
-             "`keep: [patterns]` leaves modules in 16 bits; beside four-bit weights, `raised: {int8: [patterns]}` gives "
-             "modules eight-bit weights with 16-bit activations (`fp8` too where the layout is compressed-tensors). The "
-             "dashboard's Layers page writes either from a sensitivity measurement.\n",
+             "`keep: [patterns]` leaves modules in 16 bits; beside four-bit weights, `raised: {int8: [patterns]}` "
+             "gives modules eight-bit weights with 16-bit activations (`fp8` too where the layout is "
+             "compressed-tensors). The dashboard's Layers page writes either from a sensitivity measurement.\n",
              f"## {model}, {device_name()}\n",
              f"Judged on {first.tokens:,} tokens of evaluation text (unquantized loss {first.base_nll:.3f} nats per "
              "token) that calibration has not seen. ± is one standard error over the rows of text. A small "
