@@ -16,6 +16,7 @@ import json
 import tempfile
 import time
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 import numpy as np
@@ -53,41 +54,68 @@ def in_process(engine: Path, counts: list[int], isl: int, osl: int, repeats: int
                 start = time.perf_counter()
                 llm.generate(asked, params)
                 rates[count].append(count * osl / (time.perf_counter() - start))
+            print(f"in process, {count}: {np.median(rates[count]):.0f} tok/s", flush=True)
     return rates
 
 
-async def one(http: httpx.AsyncClient, prompt: list[int], osl: int, stream: bool) -> int:
-    """Tokens of one request, which must be all that were asked for."""
-    body = {"model": MODEL, "prompt": prompt, "max_tokens": osl, "temperature": 0, "ignore_eos": True}
-    if not stream:
-        answer = await http.post("/v1/completions", json=body)
-        return answer.raise_for_status().json()["usage"]["completion_tokens"]
-    last = ""
-    body |= {"stream": True, "stream_options": {"include_usage": True}}
-    async with http.stream("POST", "/v1/completions", json=body) as events:
-        events.raise_for_status()
-        async for line in events.aiter_lines():
-            if line.startswith("data: {"):
-                last = line
-    return json.loads(last.removeprefix("data: "))["usage"]["completion_tokens"]
+class Connection:
+    """A kept-alive connection that reads as fast as bytes come: a load client must not be what is measured."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, host: str) -> None:
+        self._reader, self._writer, self._host = reader, writer, host
+
+    @classmethod
+    async def to(cls, url: str) -> Connection:
+        host = urlsplit(url)
+        return cls(*await asyncio.open_connection(host.hostname, host.port, limit=1 << 20), host.netloc)
+
+    async def completion(self, prompt: list[int], osl: int, stream: bool) -> int:
+        """Tokens of one request, which must be all that were asked for."""
+        asked = {"model": MODEL, "prompt": prompt, "max_tokens": osl, "temperature": 0, "ignore_eos": True}
+        if stream:
+            asked |= {"stream": True, "stream_options": {"include_usage": True}}
+        data = json.dumps(asked).encode()
+        self._writer.write(f"POST /v1/completions HTTP/1.1\r\nHost: {self._host}\r\nContent-Type: application/json\r\n"
+                           f"Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        head = (await self._reader.readuntil(b"\r\n\r\n")).decode().lower()
+        if " 200 " not in head.partition("\r\n")[0]:
+            raise RuntimeError(head)
+        if not stream:
+            length = int(head.partition("content-length:")[2].partition("\r\n")[0])
+            return json.loads(await self._reader.readexactly(length))["usage"]["completion_tokens"]
+        last = b""
+        while not last.endswith(b"\r\n0\r\n\r\n"):
+            part = await self._reader.read(1 << 20)
+            if not part:
+                raise RuntimeError("the stream ended early")
+            last = last[-2000:] + part
+        usage = last.rpartition(b'"completion_tokens":')[2]
+        return int(usage.partition(b",")[0])
+
+    def close(self) -> None:
+        self._writer.close()
 
 
 async def over_http(url: str, vocab_size: int, counts: list[int], isl: int, osl: int, repeats: int
                     ) -> dict[tuple[int, str], list[float]]:
     """Output tokens a second by concurrency and way of answering."""
     prompts, rates = Prompts(vocab_size, isl), dict[tuple[int, str], list[float]]()
-    limits = httpx.Limits(max_connections=max(counts), max_keepalive_connections=max(counts))
-    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as http:
-        for count in counts:
-            for way in FLOORS:
-                found = rates[count, way] = []
-                for repeat in range(repeats + 1):
-                    asked = prompts.take(count)
-                    start = time.perf_counter()
-                    tokens = await asyncio.gather(*(one(http, prompt, osl, way == "stream") for prompt in asked))
-                    seconds = time.perf_counter() - start
-                    assert sum(tokens) == count * osl
-                    found += [sum(tokens) / seconds] if repeat else []
+    for count in counts:
+        connections = [await Connection.to(url) for _ in range(count)]
+        for way in FLOORS:
+            found = rates[count, way] = []
+            for repeat in range(repeats + 1):
+                asked = prompts.take(count)
+                start = time.perf_counter()
+                tokens = await asyncio.gather(*(connection.completion(prompt, osl, way == "stream")
+                                                for connection, prompt in zip(connections, asked, strict=True)))
+                seconds = time.perf_counter() - start
+                if sum(tokens) != count * osl:
+                    raise RuntimeError(f"{sum(tokens)} tokens came, {count * osl} were asked for")
+                found += [sum(tokens) / seconds] if repeat else []
+            print(f"over http, {way} {count}: {np.median(found):.0f} tok/s", flush=True)
+        for connection in connections:
+            connection.close()
     return rates
 
 

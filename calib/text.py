@@ -116,6 +116,7 @@ class Tokenizer:
         self._byte_level = '"ByteLevel"' in json.dumps(json.loads(files["tokenizer.json"]).get("decoder"))
         added = self._marked.get_added_tokens_decoder()
         self._added = {index: token.content for index, token in added.items()}
+        self._bytes: dict[int, bytes] = {}
         self.special_ids: frozenset[int] = frozenset(index for index, token in added.items() if token.special)
         self._bos, self._eos = _content(names, "bos_token"), _content(names, "eos_token")
         self.bos_id: int | None = self._marked.token_to_id(self._bos) if self._bos else None
@@ -198,6 +199,11 @@ class Tokenizer:
 
         A SentencePiece tokenizer's leading space is kept; ``decode`` drops it at the start of a text.
         """
+        if (known := self._bytes.get(index)) is None:
+            known = self._bytes[index] = self._bytes_of(index)
+        return known
+
+    def _bytes_of(self, index: int) -> bytes:
         if index in self._added:
             return self._added[index].encode()
         token = self._marked.id_to_token(index)

@@ -28,7 +28,9 @@ class TokenBytes(Protocol):
 
 def _held(data: bytes, stops: Sequence[bytes]) -> int:
     """Length of the longest suffix of ``data`` that is a proper prefix of a stop."""
-    longest = min(len(data), max((len(stop) for stop in stops), default=0))
+    if not stops:
+        return 0
+    longest = min(len(data), max(len(stop) for stop in stops))
     for length in range(longest, 0, -1):
         tail = data[len(data) - length:]
         if any(len(stop) > length and stop.startswith(tail) for stop in stops):

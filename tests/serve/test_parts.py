@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import threading
@@ -9,6 +10,7 @@ import threading
 import pytest
 
 from toolkit.errors import UsageError
+from toolkit.serve.client import Ticket
 from toolkit.serve.faults import ApiError
 from toolkit.serve.gate import load_json
 from toolkit.serve.options import ServeOptions, read_keys
@@ -136,3 +138,32 @@ def test_json_is_read_strictly() -> None:
     assert load_json(deep, options)
     with pytest.raises(ApiError, match="nested deeper than 64"):
         load_json(b"[" + deep + b"]", options)
+
+
+class Closed:
+    """What a Ticket needs of its client."""
+
+    def open(self, ticket: Ticket, message: dict) -> None: ...
+
+    def shut(self, ticket: Ticket, *, finished: bool) -> None: ...
+
+
+def test_what_a_slow_reader_has_not_taken_is_one_message_a_continuation() -> None:
+    """No text is lost or moved between continuations, and log-probabilities stay token by token."""
+    async def read() -> list[dict]:
+        ticket = Ticket(Closed(), 1, {}, 2)  # type: ignore[arg-type]
+        async with ticket:
+            for text in "abc":
+                ticket.put_token(0, ord(text), text, None, None, None)
+            for text in "xy":
+                ticket.put_token(1, ord(text), text, [-1.0, []], None, None)
+            first = [ticket.take() for _ in range(3)]
+            assert ticket.take() is None
+            ticket.put_token(0, 100, "d", None, None, None)
+            ticket.put_token(0, 101, "e", None, "stop", None)
+            for index in range(2):
+                ticket.put({"kind": "done", "index": index})
+            return [*first, *[message async for message in ticket]]
+    found = asyncio.run(read())
+    assert [(one.get("index"), one.get("text"), one.get("finish")) for one in found] == [
+        (0, "abc", None), (1, "x", None), (1, "y", None), (0, "de", "stop"), (0, None, None), (1, None, None)]

@@ -2,7 +2,7 @@
 
 A plain answer is computed beside a watch for the client's leaving; a stream is written beside one. Leaving cancels the
 work, and a cancelled ticket is an abort in the engine before its next step. A client that is there but does not read is
-given ``write_timeout_s`` for each piece, then its connection is cut.
+given ``write_timeout_s`` for each piece (looked at once a second), then its connection is cut.
 """
 
 from __future__ import annotations
@@ -76,11 +76,20 @@ class EventStream(Response):
         del self.headers["content-length"]
         self._first, self._events, self._end = first, events, end
         self._timeout, self._cut, self._gone = write_timeout_s, cut, gone
+        #: Since when a piece waits to be taken, by the event loop's clock.
+        self._since: float | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        writing, left = asyncio.ensure_future(self._write(scope, send)), asyncio.ensure_future(_left(receive))
+        writing, left = asyncio.ensure_future(self._write(send)), asyncio.ensure_future(_left(receive))
+        loop, every = asyncio.get_running_loop(), min(1.0, self._timeout / 4)
         try:
-            await asyncio.wait({writing, left}, return_when=asyncio.FIRST_COMPLETED)
+            while not (writing.done() or left.done()):
+                await asyncio.wait({writing, left}, timeout=every, return_when=asyncio.FIRST_COMPLETED)
+                if self._since is not None and loop.time() - self._since > self._timeout and not writing.done():
+                    _LOG.warning("a client took nothing for %g s; its connection is cut", self._timeout)
+                    self._gone()
+                    self._cut(scope)
+                    return
             if writing.done():
                 writing.result()
             else:
@@ -89,19 +98,18 @@ class EventStream(Response):
             await _stopped(writing, left)
             await self._events.aclose()
 
-    async def _write(self, scope: Scope, send: Send) -> None:
-        async def put(message: dict[str, Any]) -> None:
-            await asyncio.wait_for(send(message), self._timeout)
+    async def _write(self, send: Send) -> None:
+        clock = asyncio.get_running_loop().time
 
-        try:
-            await put({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            async for piece in self._pieces():
-                await put({"type": "http.response.body", "body": f"data: {piece}\n\n".encode(), "more_body": True})
-            await put({"type": "http.response.body", "body": b"", "more_body": False})
-        except TimeoutError:
-            _LOG.warning("a client took nothing for %g s; its connection is cut", self._timeout)
-            self._gone()
-            self._cut(scope)
+        async def put(message: dict[str, Any]) -> None:
+            self._since = clock()
+            await send(message)
+            self._since = None
+
+        await put({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for piece in self._pieces():
+            await put({"type": "http.response.body", "body": f"data: {piece}\n\n".encode(), "more_body": True})
+        await put({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _pieces(self) -> AsyncIterator[str]:
         try:

@@ -4,6 +4,10 @@ A ``Ticket`` is one prompt's way through the engine. Its owner reads it to the e
 (by an error too), and then the engine is told to abort; what has ended is not, so a normal end costs no message. Every
 ticket ends: with its last token, a typed error, or the engine's own end.
 
+**Who is behind catches up.** What a reader has not taken yet of one continuation is one message: its text grows. So a
+front end with more streams than it can write to at every step writes less often, not later and later, and a client that
+does not read costs no memory but its text.
+
 **Watchdog.** While tickets are open, the engine's step counter must move every ``watchdog_s`` seconds. When it does
 not, the engine writes its state and all stacks to its log, every ticket fails, and health is 503 until steps are seen
 again. A process that has ended fails every ticket at once, for good; the server then ends too.
@@ -20,6 +24,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import TracebackType
@@ -42,12 +47,15 @@ class EngineProcessError(ToolkitError):
 
 
 class Ticket:
-    """One prompt under way. Use as ``async with``; iterate over its messages until all continuations are done."""
+    """One prompt under way. Use as ``async with``; ``take`` or iterate over its messages until all continuations are
+    done. ``news`` is set when there is something to take; several tickets may share one."""
 
-    def __init__(self, client: EngineClient, identity: int, message: Message, count: int) -> None:
+    def __init__(self, client: EngineClient, identity: int, message: Message, count: int,
+                 news: asyncio.Event | None = None) -> None:
         self._client, self.identity = client, identity
         self._message, self._open = message, count
-        self._inbox: asyncio.Queue[Message | ApiError] = asyncio.Queue()
+        self._inbox: deque[Message | ApiError] = deque()
+        self._news = asyncio.Event() if news is None else news
         self.sent_at = 0.0
 
     async def __aenter__(self) -> Ticket:
@@ -57,19 +65,50 @@ class Ticket:
 
     async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None,
                         trace: TracebackType | None) -> None:
-        self._client.shut(self, finished=self._open == 0)
+        self._client.shut(self, finished=self.finished)
+
+    @property
+    def finished(self) -> bool:
+        """Whether all continuations are done."""
+        return self._open == 0
 
     def put(self, message: Message | ApiError) -> None:
-        self._inbox.put_nowait(message)
+        self._inbox.append(message)
+        self._news.set()
+
+    def put_token(self, index: int, token: int | None, text: str, logprob: list[Any] | None, finish: str | None,
+                  error: str | None) -> None:
+        """A token, or more text for the message that nobody has taken yet (tokens with log-probabilities stay single).
+        """
+        if logprob is None and self._inbox:
+            last = self._inbox[-1]
+            if isinstance(last, dict) and last["kind"] == "token" and last["index"] == index and (
+                    last["logprob"] is None):
+                last["text"] += text
+                last["token"], last["finish"], last["error"] = token, finish, error
+                return
+        self.put({"kind": "token", "index": index, "token": token, "text": text, "logprob": logprob, "finish": finish,
+                  "error": error})
+
+    def take(self) -> Message | None:
+        """The next message of kind ``token``, ``done`` or ``score``; None when there is none yet. ApiError when the
+        engine refused or lost the prompt."""
+        if not self._inbox:
+            return None
+        message = self._inbox.popleft()
+        if isinstance(message, ApiError):
+            raise message
+        self._open -= message["kind"] in ("done", "score")
+        return message
 
     async def __aiter__(self) -> AsyncIterator[Message]:
-        """Messages of kind ``token``, ``done`` or ``score``. ApiError when the engine refused or lost the prompt."""
+        """Messages as they come."""
         while self._open:
-            message = await self._inbox.get()
-            if isinstance(message, ApiError):
-                raise message
-            self._open -= message["kind"] in ("done", "score")
-            yield message
+            if (message := self.take()) is None:
+                await self._news.wait()
+                self._news.clear()
+            else:
+                yield message
 
     async def result(self) -> list[Message]:
         """The ends of all continuations, in order of their index; errors and deadlines are raised."""
@@ -137,12 +176,12 @@ class EngineClient:
         return len(self._tickets)
 
     def ticket(self, prompt: list[int], params: SamplingParams | None, terms: dict[str, Any], *, stream: bool = False,
-               score: int | None = None) -> Ticket:
+               score: int | None = None, news: asyncio.Event | None = None) -> Ticket:
         """A prompt to generate from, or with ``score`` (how many best tokens of every row) to score."""
         identity = next(self._numbers)
         message = {"op": "submit", "id": identity, "prompt": prompt, "terms": terms, "stream": stream, "score": score,
                    "params": None if params is None else params.model_dump(mode="json", exclude_defaults=True)}
-        return Ticket(self, identity, message, 1 if params is None else params.n)
+        return Ticket(self, identity, message, 1 if params is None else params.n, news)
 
     def open(self, ticket: Ticket, message: Message) -> None:
         if self.trouble is not None or self._wire is None:
@@ -205,8 +244,7 @@ class EngineClient:
     def _deliver(self, message: Message) -> None:
         for identity, index, token, text, logprob, finish, error in message["tokens"]:
             if (ticket := self._tickets.get(identity)) is not None:
-                ticket.put({"kind": "token", "index": index, "token": token, "text": text, "logprob": logprob,
-                            "finish": finish, "error": error})
+                ticket.put_token(index, token, text, logprob, finish, error)
         for kind, entries in (("done", message["done"]), ("score", message["scores"])):
             for entry in entries:
                 if (ticket := self._tickets.get(entry["id"])) is not None:

@@ -24,8 +24,22 @@ def _head(kind: str, name: str, model: str) -> Document:
     return {"id": f"{kind}-{secrets.token_hex(12)}", "object": name, "created": int(time.time()), "model": model}
 
 
-def _piece(value: Document) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+_ENCODE = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+
+
+class _Chunks:
+    """Events of one stream: what all of them say is written once."""
+
+    def __init__(self, head: Document, usage: bool) -> None:
+        self._begin = _ENCODE(head)[:-1] + ',"choices":['
+        self._end = '],"usage":null}' if usage else "]}"
+
+    def of(self, choice: Document) -> str:
+        return self._begin + _ENCODE(choice) + self._end
+
+    def usage(self, usage: Usage) -> str:
+        """The last one, without choices."""
+        return f'{self._begin}],"usage":{_ENCODE(usage.document())}}}'
 
 
 class Completions:
@@ -94,6 +108,8 @@ class Completions:
     async def pieces(self) -> AsyncGenerator[str, None]:
         """The answer as events' data. Choice i x n + j is continuation j of prompt i."""
         assert self._params is not None
+        asked = self._request.stream_options is not None and self._request.stream_options.include_usage
+        chunks = _Chunks(self._head, asked)
         usage, lengths = Usage(), dict.fromkeys(range(len(self._prompts) * self._params.n), 0)
         ends: dict[int, list[Message]] = {number: [] for number in range(len(self._prompts))}
         async with contextlib.aclosing(self._service.stream(self._prompts, self._params, self._terms)) as stream:
@@ -108,17 +124,12 @@ class Completions:
                         [message["token"]], [message["logprob"]], self._request.logprobs, lengths[index])
                 lengths[index] += len(message["text"])
                 if message["text"] or message["finish"] or logprobs:
-                    yield self._event([{"index": index, "text": message["text"], "logprobs": logprobs,
-                                        "finish_reason": message["finish"]}])
+                    yield chunks.of({"index": index, "text": message["text"], "logprobs": logprobs,
+                                     "finish_reason": message["finish"]})
         for number, prompt in enumerate(self._prompts):
             usage.add(len(prompt), ends[number])
-        if self._request.stream_options is not None and self._request.stream_options.include_usage:
-            yield self._event([], usage)
-
-    def _event(self, choices: list[Document], usage: Usage | None = None) -> str:
-        asked = self._request.stream_options is not None and self._request.stream_options.include_usage
-        last = {"usage": None if usage is None else usage.document()} if asked else {}
-        return _piece(self._head | {"choices": choices} | last)
+        if asked:
+            yield chunks.usage(usage)
 
 
 class Chat:
@@ -172,7 +183,7 @@ class Chat:
 
     async def pieces(self) -> AsyncGenerator[str, None]:
         """The answer as events' data: a role first, then content and calls, a reason last, and usage if asked."""
-        self._head["object"] = "chat.completion.chunk"
+        chunks = _Chunks(self._head | {"object": "chat.completion.chunk"}, self._wants_usage)
         readers = [CallReader(self._plan) for _ in range(self._params.n)]
         counts = [itertools.count() for _ in readers]
         ends: list[Message] = []
@@ -182,7 +193,7 @@ class Chat:
                 if not begun:  # what the engine refuses is an error with a status, not an event
                     begun = True
                     for index in range(len(readers)):
-                        yield self._event(index, {"role": "assistant", "content": "", "refusal": None})
+                        yield _delta(chunks, index, {"role": "assistant", "content": "", "refusal": None})
                 index = message["index"]
                 if message["kind"] == "done":
                     ends.append(message)
@@ -196,24 +207,24 @@ class Chat:
                 if message["logprob"] is not None:
                     logprobs = self._logprobs([message["token"]], [message["logprob"]])
                 if content or logprobs:
-                    yield self._event(index, {"content": content}, logprobs=logprobs)
+                    yield _delta(chunks, index, {"content": content}, logprobs=logprobs)
                 for call in calls:
-                    yield self._event(index, {"tool_calls": [{"index": next(counts[index])} | call.document()]})
+                    yield _delta(chunks, index, {"tool_calls": [{"index": next(counts[index])} | call.document()]})
                 if message["finish"]:
-                    yield self._event(index, {}, reason=_reason(message["finish"], reader))
+                    yield _delta(chunks, index, {}, reason=_reason(message["finish"], reader))
         if self._wants_usage:
             usage = Usage()
             usage.add(len(self._prompt), ends)
-            yield _piece(self._head | {"choices": [], "usage": usage.document()})
+            yield chunks.usage(usage)
 
     @property
     def _wants_usage(self) -> bool:
         return self._request.stream_options is not None and self._request.stream_options.include_usage
 
-    def _event(self, index: int, delta: Document, *, logprobs: Document | None = None, reason: str | None = None
-               ) -> str:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-        return _piece(self._head | {"choices": [choice]} | ({"usage": None} if self._wants_usage else {}))
+
+def _delta(chunks: _Chunks, index: int, delta: Document, *, logprobs: Document | None = None,
+           reason: str | None = None) -> str:
+    return chunks.of({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason})
 
 
 def _reason(finish: str, reader: CallReader) -> str:

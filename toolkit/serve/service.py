@@ -85,40 +85,24 @@ class Service:
     async def stream(self, prompts: Sequence[list[int]], params: SamplingParams, terms: dict[str, Any]
                      ) -> AsyncGenerator[tuple[int, Message], None]:
         """(prompt's number, message) of kinds ``token`` and ``done``, as they come. Leaving it early aborts all."""
-        merged: asyncio.Queue[tuple[int, Message | BaseException | None]] = asyncio.Queue()
-
-        async def pump(number: int, prompt: list[int]) -> None:
-            ends: list[Message] = []
-            try:
-                async with self.client.ticket(prompt, params, terms, stream=True) as ticket:
-                    async for message in ticket:
+        news = asyncio.Event()
+        async with AsyncExitStack() as stack:
+            live = {number: await stack.enter_async_context(
+                self.client.ticket(prompt, params, terms, stream=True, news=news))
+                for number, prompt in enumerate(prompts)}
+            ends: dict[int, list[Message]] = {number: [] for number in live}
+            while live:
+                await news.wait()
+                news.clear()
+                for number, ticket in list(live.items()):
+                    while (message := ticket.take()) is not None:
                         if (fault := ending_fault(message["finish"], message["error"])) is not None:
                             raise fault
-                        ends += [message] if message["kind"] == "done" else []
-                        merged.put_nowait((number, message))
-                self.metrics.finished(len(prompt), ends)
-                merged.put_nowait((number, None))
-            except ApiError as error:
-                merged.put_nowait((number, error))
-
-        tasks = [asyncio.create_task(pump(number, prompt)) for number, prompt in enumerate(prompts)]
-        async with AsyncExitStack() as stack:
-            stack.push_async_callback(_cancelled, tasks)
-            left = len(tasks)
-            while left:
-                number, message = await merged.get()
-                if isinstance(message, BaseException):
-                    raise message
-                if message is None:
-                    left -= 1
-                else:
-                    yield number, message
-
-
-async def _cancelled(tasks: Sequence[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+                        ends[number] += [message] if message["kind"] == "done" else []
+                        yield number, message
+                    if ticket.finished:
+                        del live[number]
+                        self.metrics.finished(len(prompts[number]), ends[number])
 
 
 def first_fault(group: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -23,6 +23,8 @@ import threading
 from typing import Any
 
 _HEADER = struct.Struct(">I")
+#: Bytes of messages that the front end may have waiting before the engine has to: some hundred steps of a full batch.
+_BUFFER = 4 << 20
 Message = dict[str, Any]
 
 
@@ -70,7 +72,7 @@ class AsyncWire:
 
     @classmethod
     async def over(cls, end: socket.socket) -> AsyncWire:
-        return cls(*await asyncio.open_connection(sock=end))
+        return cls(*await asyncio.open_connection(sock=end, limit=_BUFFER))
 
     def send(self, message: Message) -> None:
         """Queue a message. The engine reads in a thread of its own, so this never waits long."""
