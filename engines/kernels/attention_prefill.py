@@ -12,11 +12,11 @@ start first.
 **The floor is arithmetic:** 4 * tokens * keys * head_dim * heads / 2 operations (causal), 275 GFLOP a layer at 8 x
 2048.
 
-Two ways to run it, the build times both where both are possible:
+K and V are the paged cache, or rows [tokens, kv heads, head_dim] when ``block_table`` is None (whole prompts).
 
-* ``launch``: this kernel, paged, or contiguous when ``block_table`` is None and K, V are [tokens, kv heads, head_dim].
-* ``launch_sdpa``: torch's scaled_dot_product_attention (cuDNN or flash) for sequences without cached prefix; lengths on
-  the host; one call when all are equal, else one a sequence. Not for sliding windows or softcaps.
+torch's ``scaled_dot_product_attention`` is the yardstick of ``benchmarks.gpu_ops`` (cuDNN: 546 TFLOP/s at 8 x 2048 on
+an H200, this kernel 402), but no candidate: cuDNN plans, and may compile, at the first call of every new shape, so a
+server would stall at prompt lengths that it has not seen.
 
 Output: bf16, or fp8 by a static scale (times ``pre_quant_scale`` [heads * head_dim] if given); other modes take
 ``quantize.launch`` afterwards. Cache layout: ``rope_kv`` docstring; the arithmetic: ``attention_step``.
@@ -159,23 +159,6 @@ def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_table: torch
             num_kv_heads, GQA=gqa, HEAD_DIM=head_dim, BLOCK_D=next_pow2(head_dim), ROWS=config["ROWS"],
             TILE=config["TILE"], BLOCK_SIZE=block_size, WINDOW=window, SOFTCAP=softcap, QUANT=int(quant),
             EXACT=INTERPRETED, **launch_options(config))
-    return out
-
-
-def launch_sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, query_lens: Sequence[int], out: torch.Tensor, *,
-                sm_scale: float) -> torch.Tensor:
-    """The same for whole prompts by torch's own kernels: K, V [tokens, kv heads, head_dim], lengths on the host."""
-    if sum(query_lens) != q.shape[0]:
-        raise ValueError(f"query_lens add up to {sum(query_lens)}, q has {q.shape[0]} tokens")
-    equal = len(set(query_lens)) == 1
-    at = 0
-    for rows, length in [(q.shape[0], query_lens[0])] if equal else [(n, n) for n in query_lens if n]:
-        part = slice(at, at + rows)
-        batch_q, batch_k, batch_v = (t[part].reshape(-1, length, *t.shape[1:]).transpose(1, 2) for t in (q, k, v))
-        y = torch.nn.functional.scaled_dot_product_attention(batch_q, batch_k, batch_v, is_causal=True, scale=sm_scale,
-                                                             enable_gqa=True)
-        out[part].copy_(y.transpose(1, 2).reshape(rows, -1))
-        at += rows
     return out
 
 

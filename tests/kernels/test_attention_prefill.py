@@ -92,15 +92,6 @@ def test_fp8_output(device, judge):
     judge(found, wanted, 0.5, 3e-2)
 
 
-@pytest.mark.parametrize("lens", [[12, 12], [7, 1, 20]])
-def test_sdpa_is_the_same_function(device, judge, lens):
-    args, _ = problem(lens, [0] * len(lens), 4, 2, 64, 0, torch.bfloat16, device)
-    outs = [torch.full((sum(lens), 256), float("nan"), device=device) for _ in range(2)]
-    attention_prefill.launch_sdpa(*args[:3], lens, outs[0], sm_scale=0.125)
-    attention_prefill.twin(*args, outs[1], sm_scale=0.125)
-    judge(outs[0], outs[1], 4e-2, 6e-3)
-
-
 def test_candidates_fit_and_agree(device, facts, judge):
     args, _ = problem([33], [8], 4, 1, 64, 16, torch.bfloat16, device)
     configs = attention_prefill.candidates(64, 4, 2, facts)
@@ -119,5 +110,3 @@ def test_misfits_are_errors(device):
         attention_prefill.launch(*args, out, KernelConfig.of("tile", ROWS=2, TILE=16), sm_scale=1.0)
     with pytest.raises(ValueError, match="contiguous K and V"):
         attention_prefill.launch(args[0], args[1], args[2], None, *args[4:], out, SMALL, sm_scale=1.0)
-    with pytest.raises(ValueError, match="add up"):
-        attention_prefill.launch_sdpa(args[0], args[0], args[0], [4], out, sm_scale=1.0)
