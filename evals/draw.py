@@ -53,9 +53,11 @@ def next_draw(verdict: Verdict, baseline: EvalReport, policy: Policy, *, texts: 
             why.append(f"ΔNLL is open after {texts} texts: {wider - texts} more")
     if ACCURACY in still and policy.accuracy is not None:
         able = able_tasks(baseline, policy.accuracy)
-        now = _pooled(sizes, able, items)
-        look = next((look for look in policy.accuracy.looks if look > now), None)
-        if able and look is not None and (wider := _limit(sizes, able, look)) is not None:
+        tasks = able or [task for task in sizes if task in (policy.accuracy.tasks or sizes)]
+        now, looks = _pooled(sizes, tasks, items), policy.accuracy.looks
+        look = next((look for look in looks if look > now), None)
+        hopeful = bool(able) or now < looks[0]  # whether a baseline is above chance is not known before the first look
+        if hopeful and look is not None and (wider := _limit(sizes, tasks, look)) is not None:
             more_items = wider
             why.append(f"accuracy is open after {now} questions: the next look is at {look}")
     if not why:

@@ -141,8 +141,10 @@ def _accuracy(candidate: EvalReport, baseline: EvalReport | None, rule: Accuracy
         return [_missing(ACCURACY, lost, allowed)]
     able = able_tasks(baseline, rule)
     if not able:
+        count = sum(map(len, by_task.values()))
         return [Reason(check=ACCURACY, word="INCONCLUSIVE", allowed=allowed, found=(
-            f"the baseline is not clearly above chance on {', '.join(by_task)}, so nothing can be lost there"))]
+            f"the baseline is not clearly above chance on {', '.join(by_task)} over {count} items, so no loss could be "
+            "seen there"))]
     right = {(item.task, item.id): item.correct for item in baseline.items}
     pairs = [(item, right[item.task, item.id]) for item in in_turn(candidate.items, candidate.seed)
              if item.task in able]

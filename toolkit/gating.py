@@ -91,19 +91,22 @@ def decide(shop: Workshop, candidate: str, asked: Asked, policy: Policy, *, refe
             break
         shop.report(Progress("gate draws more", 0, None, "item", words))
         asked = asked.model_copy(update={"texts": draw.texts, "items": draw.items})
-    more = None if verdict.word != "INCONCLUSIVE" else words if draw else _why_none(verdict, fixed)
+    more = None if verdict.word != "INCONCLUSIVE" else words if draw else _why_none(verdict, baseline, policy, fixed)
     return Outcome(verdict, kept, report, baseline, {item.id: item.question for item in data.items} if data else {},
                    more, draw)
 
 
-def _why_none(verdict: Verdict, fixed: bool) -> str:
+def _why_none(verdict: Verdict, baseline: EvalReport, policy: Policy, fixed: bool) -> str:
     from evals.draw import DRAWN
+    from evals.gate import able_tasks
 
     if fixed:
         return "a stored report answers no more: judge both again on more questions, or gate the engine itself"
     if still := [reason.check for reason in verdict.reasons
                  if reason.word == "INCONCLUSIVE" and reason.check not in DRAWN]:
         return f"more questions do not decide {', '.join(still)}"
+    if policy.accuracy is not None and not able_tasks(baseline, policy.accuracy):
+        return "the baseline does not clearly beat chance: give questions that it can answer with --data or --task"
     return "the data reaches no further look: give a larger folder with --data"
 
 

@@ -22,8 +22,9 @@ def report(target, items=0, wrong=0, texts=0, shift=0.0):
                       items=judged, accuracy=None, delta_nll=None, kl_mean=None, same_top1=None, flips=None)
 
 
-def drawn(policy, *, items=0, wrong=0, texts=0, shift=0.0, there=10_000, sizes=None, first=None, looks_at=None):
-    base, new = report(BASE, items, 0, texts), report(NEW, items, wrong, texts, shift)
+def drawn(policy, *, items=0, wrong=0, texts=0, shift=0.0, there=10_000, sizes=None, first=None, looks_at=None,
+          base_wrong=0):
+    base, new = report(BASE, items, base_wrong, texts), report(NEW, items, wrong, texts, shift)
     return next_draw(judge(new, base, policy), base, policy, texts=texts, items=looks_at or items // 2,
                      first_texts=first or texts, texts_there=there,
                      sizes=sizes or {"a": 1000, "b": 1000})
@@ -49,6 +50,15 @@ def test_nothing_is_drawn_once_it_is_decided():
     assert drawn(POINTS, items=200, wrong=0) is None
     assert drawn(POINTS, items=200, wrong=60) is None
     assert drawn(POINTS, items=1600, wrong=30) is None
+
+
+def test_a_baseline_at_chance_over_few_questions_is_asked_up_to_the_first_look():
+    """30 questions cannot show that a model beats chance; 200 that do not show it either end the search."""
+    found = drawn(POINTS, items=30, wrong=20, base_wrong=20)
+    assert (found.items, "the next look is at 200" in found.why) == (100, True)
+    assert drawn(POINTS, items=200, wrong=150, base_wrong=150) is None
+    assert drawn(Policy(name="p", accuracy={"margin": 2, "tasks": ["a"]}), items=30, wrong=20, base_wrong=20
+                 ).items == 200
 
 
 def test_texts_double_three_times_at_most():

@@ -136,7 +136,7 @@ def test_a_task_at_chance_may_not_gate():
     assert not able_to_gate(report(right=base).items)
     verdict = judged(POINTS, base, new)
     assert verdict.word == "INCONCLUSIVE"
-    assert "not clearly above chance on quiz" in verdict.reason
+    assert "not clearly above chance on quiz over" in verdict.reason
     assert able_to_gate(report(right=answers(400, share=0.4)[0]).items)
 
 

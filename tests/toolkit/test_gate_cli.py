@@ -204,6 +204,19 @@ def test_another_template_is_refused(home, gate, capsys):
     assert "chat template" in found["error"]["message"]
 
 
+def test_the_demo_runs_bench_gets_its_four_answers(home, capsys, tmp_path):
+    """The script behind the table in docs/gate.md, on the small model."""
+    from benchmarks.gate_demo import Bench, answers, table
+
+    place = engine(home, "tiny", "int4_awq", capsys)
+    bench = Bench(home.path, tmp_path / "work", ("--texts", "24", "--items", "30"),
+                  ("--max-seq-len", "256", "--tune", "none"))
+    found = answers(bench, place, home.path / "tiny-int4_awq.ckpt", "model.layers.0.self_attn.v_proj")
+    assert [(one.found_word, one.found_code) for one in found] == [
+        ("PASS", 0), ("FAIL", 1), ("INCONCLUSIVE", 3), ("not_comparable", 2)], table(found)
+    assert all(one.right for one in found)
+
+
 @pytest.fixture
 def call(home, capsys):
     """Run any command line on this home: (exit code, the JSON document)."""
