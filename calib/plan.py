@@ -249,7 +249,7 @@ def _warnings(recipe: Recipe, group: int | None, source_grid: str | None, module
         found.append(f"group size {group} instead of {recipe.group_sizes[0]}: it divides every input")
     if source_grid is not None:
         found.append(f"the weights were dequantized from {source_grid}: a grid like that one costs nothing on them, "
-                     "so low-bit figures flatter")
+                     "so low-bit figures look too good")
     return tuple(found)
 
 
