@@ -165,7 +165,7 @@ def _compared(cells: list[dict[str, object]], device: str) -> list[str]:
     lines = ["## Planned against measured", "", f"Measured on {device}, random Llamas ({', '.join(shapes)}), "
              f"calibrated on rows of {LENGTH} tokens. Disk is compared to the byte. Times are of a shared machine: the "
              "last column says how many cores other processes kept busy while the plan was rehearsed / while it was "
-             "carried out.",
+             "carried out. What misses its bound is bold.",
              "", "| calibration | planned | measured | off by | asked | others' cores |",
              "|---|---:|---:|---:|---:|---:|"]
     for cell in cells:
@@ -174,8 +174,10 @@ def _compared(cells: list[dict[str, object]], device: str) -> list[str]:
         value, peer = float(str(cell["value"])), float(str(cell["peer"]))
         name = str(cell["name"]).removesuffix(" time")
         exact = cell["unit"] == "bytes"
-        asked = "exact" if exact else f"{TIME_WITHIN if cell['unit'] == 's' else MEMORY_WITHIN:.0%}"
-        off = f"{value - peer:+,.0f} bytes" if exact else f"{peer / value - 1:+.0%}"
+        within = 0.0 if exact else TIME_WITHIN if cell["unit"] == "s" else MEMORY_WITHIN
+        asked = "exact" if exact else f"{within:.0%}"
+        off = f"{peer - value:+,.0f} bytes" if exact else f"{peer / value - 1:+.0%}"
+        off = f"**{off}**" if abs(peer / value - 1) > within else off
         shown = f"{peer:,.0f} | {value:,.0f}" if exact else f"{peer:,.1f} {cell['unit']} | {value:,.1f} {cell['unit']}"
         beside = others.get(name, "") if cell["unit"] == "s" else ""
         lines.append(f"| {cell['name']} | {shown} | {off} | {asked} | {beside} |")
