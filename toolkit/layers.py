@@ -156,7 +156,7 @@ def recipe_text(format: str, kept: Sequence[int], raised: Sequence[int] = ()) ->
         content["keep"] = _patterns(kept)
     if raised:
         content["raised"] = {RAISED: _patterns(raised)}
-    return str(yaml.safe_dump(content, sort_keys=False, allow_unicode=True))
+    return str(yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=200))
 
 
 def _patterns(chosen: Sequence[int]) -> list[str]:

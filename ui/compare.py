@@ -80,7 +80,10 @@ def _differences(runs: list[Run], rows: list[list[Row]]) -> None:
 
 
 def _cell(line: several.Figures, place: int) -> str:
-    text, change = several.written(line.values[place], line.axis), line.changes[place]
+    text, first = (several.written(line.values[at], line.axis) for at in (place, 0))
+    change = line.changes[place]
+    if text == first:  # a difference below what is written is none to a reader
+        return text
     if change is None or not change.seen or change.first is None or change.second is None:
         return text
     higher = change.second > change.first

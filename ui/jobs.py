@@ -25,6 +25,8 @@ from ui.common import Site
 PER_PAGE = 25
 _COLORS = {"running": "blue", "waiting": "gray", "finished": "green", "failed": "red", "killed": "red",
            "cancelled": "yellow"}
+#: Pixels of the job table's columns.
+_WIDTHS = {"state": 85, "what": 440, "took": 85, "exit": 40, "stage": 100, "asked": 130, "job": 140}
 _SIGNS = {"running": "●", "waiting": "○", "finished": "✓", "failed": "✕", "killed": "✕", "cancelled": "–"}
 _LOG_TAIL = 6000
 
@@ -228,8 +230,9 @@ def _past(here: Site) -> None:
     lines = [{"state": f"{_SIGNS[work.state]} {work.state}", "what": _title(work), "took": _took(work),
               "exit": words.MISSING if work.exit_code is None else str(work.exit_code), "stage": work.stage,
               "asked": work.asked[:16].replace("T", " "), "job": work.id} for work in found]
-    event = st.dataframe(lines, hide_index=True, width="stretch", key="all-jobs", on_select="rerun",
-                         column_config={"what": st.column_config.TextColumn(width=380)},  # or the rest is cut off
+    event = st.dataframe(lines, hide_index=True, width="stretch", key="all-jobs", height="content", on_select="rerun",
+                         column_config={name: st.column_config.TextColumn(width=width)  # or the rest is cut off
+                                        for name, width in _WIDTHS.items()},
                          selection_mode="single-row")
     chosen = [found[row] for row in event["selection"]["rows"] if row < len(found)]
     name = chosen[0].id if chosen else None

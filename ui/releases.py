@@ -217,12 +217,13 @@ def _aliases(releases: list[Release], log: list[AuditEntry]) -> None:
 def _list(releases: list[Release]) -> None:
     st.subheader("Released", anchor=False)
     lines = [{"alias": ", ".join(release.aliases) or words.MISSING, "engine": label(release.record.row),
-              "model": release.record.name, "verdict": release.record.word,
-              "ΔNLL": words.nats_interval(release.record.row.delta_nll), "size": words.size(release.size_bytes),
-              "published": release.created[:16].replace("T", " "), "by": release.record.publisher,
-              "approved by": release.record.approval.who, "why": release.record.approval.reason,
+              "verdict": release.record.word, "ΔNLL": words.nats_interval(release.record.row.delta_nll),
+              "size": words.size(release.size_bytes), "published": release.created[:16].replace("T", " "),
+              "why": release.record.approval.reason, "approved by": release.record.approval.who,
+              "by": release.record.publisher, "model": release.record.name,
               "release": release.digest[:12]} for release in releases]
-    st.dataframe(lines, hide_index=True, width="stretch", key="releases")
+    st.dataframe(lines, hide_index=True, width="stretch", key="releases", column_config={
+        "why": st.column_config.TextColumn(width=220)})  # cut off, not pushing the others out of sight
     common.frame_exports("releases", lines)
 
 

@@ -123,6 +123,9 @@ def test_runs_of_other_models_are_not_comparable():
                   for name in ("a", "b"))
     assert several.comparable([one, other]) == ["they are of different models"]
     assert several.facts([one, other]) == [{"fact": "model digest", "a": "a", "b": "b"}]
+    one, other = (Run(name, name, "finished", "", "", {"versions": {"torch": "2", **more}}, None)
+                  for name, more in (("a", {}), ("b", {"triton": "3"})))
+    assert several.facts([one, other]) == [{"fact": "versions: triton", "a": "–", "b": "3"}]
 
 
 def costs():

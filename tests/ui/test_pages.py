@@ -227,7 +227,8 @@ def test_a_layer_has_one_format(open_page, tmp_path):
     """What is chosen in one list leaves the other; eight bits are offered where the recipe can hold them."""
     home = Home(tmp_path / "home")
     add_sensitivity(home, ("int8", "int4_awq"))
-    page = open_page(home, "layers", format="int4_awq", kept=["3"])
+    page = open_page(home, "layers", format="int4_awq", kept=["layer 3"])
+    assert page.multiselect(key="kept").value == [3]
     page.button(key="raise").click().run()
     assert (page.multiselect(key="raised").value, page.multiselect(key="kept").value) == ([1, 2, 3], [])
     assert page.metric[0].value == "+0.0140", "layer 0 in int4 and the others in int8"

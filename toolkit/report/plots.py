@@ -119,7 +119,7 @@ def heat_map(layers: Sequence[str], formats: Sequence[str], values: Sequence[Seq
     figure = go.Figure(go.Heatmap(
         z=[list(row) for row in values], x=list(formats), y=list(layers), xgap=2, ygap=2, colorscale=scale,
         zmin=-reach if both else None, zmax=reach if both else None, hoverongaps=False,
-        colorbar={"title": {"text": title, "side": "right", "font": {"size": 12, "color": palette.muted}},
+        colorbar={"title": {"text": f"{title}<br>", "side": "top", "font": {"size": 12, "color": palette.muted}},
                   "thickness": 10, "outlinewidth": 0, "tickfont": {"color": palette.muted, "size": 11}},
         hovertemplate="%{y}, %{x}: %{z:.4g}<extra></extra>"))
     for symbol, cells in (("circle-open", marked), ("triangle-up-open", raised)):

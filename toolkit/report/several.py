@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,16 +33,25 @@ class Figures:
 
 
 def facts(runs: Sequence[Run]) -> list[dict[str, str]]:
-    """The facts in which the runs differ, one line a fact, one column a run."""
-    names = sorted({name for run in runs for name in run.facts})
-    return [{"fact": name.replace("_", " "), **{run.id: _text(run.facts.get(name)) for run in runs}} for name in names
-            if len({_text(run.facts.get(name)) for run in runs}) > 1]
+    """The facts in which the runs differ, one line a fact (of several, such as versions, one line each), one column a
+    run."""
+    held = {run.id: _flat(run.facts) for run in runs}
+    names = sorted({name for found in held.values() for name in found})
+    return [{"fact": name.replace("_", " "), **{run.id: _text(held[run.id].get(name)) for run in runs}}
+            for name in names if len({_text(found.get(name)) for found in held.values()}) > 1]
+
+
+def _flat(facts: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in facts.items():
+        found |= {f"{name}: {key}": one for key, one in value.items()} if isinstance(value, dict) else {name: value}
+    return found
 
 
 def _text(value: Any) -> str:
     if value is None:
         return words.MISSING
-    text = ", ".join(f"{name} {content}" for name, content in value.items()) if isinstance(value, dict) else str(value)
+    text = str(value)
     return text[:12] if len(text) == 64 and set(text) <= set("0123456789abcdef") else text
 
 
