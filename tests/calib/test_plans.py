@@ -8,7 +8,7 @@ from tiny_llamas import tiny_llama
 from calib import rehearsal
 from calib.calibrate import quantize
 from calib.errors import CalibError
-from calib.estimates import activation_bytes
+from calib.estimates import activation_bytes, working_bytes
 from calib.formats.hf import MissingWeightsError
 from calib.kept import read_kept, write_kept
 from calib.parallel import ShardingError
@@ -177,6 +177,15 @@ def test_memory_counts_the_rows_of_one_batch(eight):
     assert 4 * few == batch == many == 4 * 8 * 64 * (6 * 4096 + 3 * 14336)
 
 
+def test_memory_of_a_whole_model_that_is_scored_counts_logits_beside_what_calibration_left(eight):
+    int8, fp8 = load_recipe("int8"), load_recipe("fp8")
+    sizes = make_plan(eight, int8).sizes.model_copy(update={"largest": 0, "result_bytes": 0})
+    inside, logits = activation_bytes(sizes, int8.rows, 64), 3 * 4 * 4 * 256 * sizes.vocab
+    assert working_bytes(sizes, int8, 64, layerwise=False) == 4 * sizes.parameters + inside + logits
+    unscored = max(inside, 3 * 4 * 64 * sizes.vocab)
+    assert working_bytes(sizes, fp8, 64, layerwise=False) == 4 * sizes.parameters + unscored
+
+
 def test_costs_are_told_apart():
     """Seconds that follow the law exactly give its four costs back; noise gives no negative ones."""
     def seconds(name):
@@ -197,7 +206,7 @@ def test_a_time_that_cannot_be_rehearsed_is_not_said(model_folder, tmp_path, mon
     held = Rehearsal(fixed=1.0, per_layer=1.0, per_weight=1.0, per_head=0.0, base_bytes=5, took=1.0)
     monkeypatch.setattr(rehearsal, "rehearsal_of", lambda *args: held)
     assert estimate(plan, 2, 32).seconds is None
-    assert estimate(plan, 2, 32).memory_bytes == plan.memory_bytes + 5
+    assert estimate(plan, plan.recipe.rows, 32).memory_bytes == plan.memory_bytes + 5
 
 
 def test_a_tied_and_an_untied_model_are_counted_alike(tmp_path):
