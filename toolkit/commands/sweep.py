@@ -137,7 +137,6 @@ def _engine(session: Session, ref: str, out: Path | None, recipe: str | None, kv
     from evals.latency import sweep as measure
     from toolkit import stages
     from toolkit.job import EngineJob, Sweep
-    from toolkit.loading import failed
     from toolkit.making import engine_of
     from toolkit.options import parse_cells
     from toolkit.report.judged import sweep_table
@@ -163,8 +162,6 @@ def _engine(session: Session, ref: str, out: Path | None, recipe: str | None, kv
             store.remember(artifact)
     session.show({"digest": artifact.digest, "path": str(artifact.path), **found.model_dump(mode="json")},
                  [artifact.digest], sweep_table(found), f"{artifact.path}")
-    if failed(found):
-        raise typer.Exit(3)
 
 
 def _endpoints(session: Session, plan: Any, folder: Path, out: Path | None, key_env: str | None, find_rate: str | None,
