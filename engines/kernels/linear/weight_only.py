@@ -28,7 +28,7 @@ from engines.kernels.linear.natural import MANY_TOKENS, NaturalLinear
 from engines.kernels.linear.split_k import scratch_bytes, scratch_view
 
 _GEMV: dict[int, list[GemvTile]] = {
-    1: [(8, 512, 0, 4), (4, 512, 0, 4), (4, 512, 1, 4), (2, 512, 0, 4), (8, 512, 1, 4)],
+    1: [(4, 512, 0, 4), (2, 512, 0, 4), (4, 512, 1, 4), (8, 512, 1, 4)],  # (8 rows held ahead: 176 registers)
     2: [(4, 512, 0, 4), (2, 512, 0, 4)],
     4: [(2, 512, 0, 4), (1, 512, 0, 4)],
 }
