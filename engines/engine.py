@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
@@ -40,6 +40,21 @@ class EngineRecord(Frozen):
     emulated: bool
 
 
+Record = TypeVar("Record", bound=Frozen)
+
+
+def record_of(artifact: Artifact, form: type[Record], hint: str) -> Record:
+    """An artifact's own content. EngineError, with ``hint``, when it names no parent or cannot be read."""
+    if not artifact.parents:
+        raise EngineError(f"{artifact.path} does not say which checkpoint it was made from", hint)
+    try:
+        return form.model_validate(artifact.record)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise EngineError(f"{artifact.path} has a record that cannot be read: {place}: {first['msg']}", hint) from error
+
+
 @dataclass(frozen=True, slots=True)
 class Engine:
     """An opened engine. Opening checks the manifest, the device, torch's version and the files; it reads no weight."""
@@ -51,16 +66,7 @@ class Engine:
     def open(cls, path: Path | str) -> Engine:
         """ArtifactError for a damaged folder; EngineMismatchError where it was not built for."""
         artifact = Artifact.open(path, KIND, FORMAT)
-        if not artifact.parents:
-            raise EngineError(f"{path} does not say which checkpoint it was built from", "Build it again.")
-        try:
-            record = EngineRecord.model_validate(artifact.record)
-        except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(str(part) for part in first["loc"])
-            raise EngineError(f"{path} has a plan that cannot be read: {place}: {first['msg']}", "Build it again."
-                              ) from error
-        engine = cls(artifact, record)
+        engine = cls(artifact, record_of(artifact, EngineRecord, "Build it again."))
         engine._check_program()
         engine._check_device()
         return engine

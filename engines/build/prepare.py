@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError, model_validator
+from pydantic import model_validator
 
 from calib.artifact import Artifact
 from calib.artifact_writer import ArtifactWriter
@@ -49,7 +49,7 @@ from engines.build.weights import activation_keys, write_weights
 from engines.device import Device, NoDeviceError, detect, nominal
 from engines.engine import FORMAT as ENGINE_FORMAT
 from engines.engine import KIND as ENGINE_KIND
-from engines.engine import TIMINGS, TOKENIZER, Engine, EngineRecord
+from engines.engine import TIMINGS, TOKENIZER, Engine, EngineRecord, record_of
 from engines.errors import EngineError, EngineMismatchError
 from engines.parallel.mesh import Mesh
 from engines.plan import EngineSpec, check_spec
@@ -98,14 +98,7 @@ class Prepared:
     def open(cls, path: Path | str) -> Prepared:
         """ArtifactError for a damaged folder, EngineError for a record that cannot be read."""
         artifact = Artifact.open(path, KIND, FORMAT)
-        if not artifact.parents:
-            raise EngineError(f"{path} does not say which checkpoint it was prepared from", "Prepare it again.")
-        try:
-            return cls(artifact, PreparedRecord.model_validate(artifact.record))
-        except ValidationError as error:
-            first = error.errors()[0]
-            raise EngineError(f"{path} has a record that cannot be read: {first['loc']}: {first['msg']}",
-                              "Prepare it again.") from error
+        return cls(artifact, record_of(artifact, PreparedRecord, "Prepare it again."))
 
     @property
     def schemes(self) -> dict[str, Scheme]:
