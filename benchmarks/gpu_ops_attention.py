@@ -90,7 +90,10 @@ def prefill_points(device: DeviceFacts, tiny: bool) -> Iterator[Point]:
             k, v = (torch.randn(shape, device="cuda").to(dtype or torch.bfloat16) for _ in "kv")
             scale = torch.tensor(1.1, device="cuda") if dtype == torch.float8_e4m3fn else None
             label = f"kv={'rows' if dtype is None else str(dtype)[6:]} batch={batch} new={new} cached={cached}"
-            for config in attention_prefill.candidates(HEAD_DIM, HEADS // KV_HEADS, 2, device):
+            configs = list(attention_prefill.candidates(HEAD_DIM, HEADS // KV_HEADS, 2, device))
+            if dtype is None:
+                configs = [*attention_prefill.rows_candidates(HEAD_DIM, HEADS // KV_HEADS, device), *configs]
+            for config in configs:
                 yield _prefill_point(label, q, k, v, None if dtype is None else order, cu,
                                      lens if dtype is not None else cu[1:] - cu[:-1], new, scale, config, flops)
             if dtype is None:

@@ -1,33 +1,42 @@
-"""Timing linears on a GPU: cold weights, CUDA graphs (what ``tune_gpu`` measures with)."""
+"""Timing linears on a GPU: cold weights, CUDA graphs (what ``tune_gpu`` measures with).
+
+For many tokens a gate_up linear is timed with the activation behind it, in one kernel where its own can do both: what
+storing the widest rows and reading them again costs is then part of the choice. (Few tokens: ``tune_step``.)
+"""
 
 from __future__ import annotations
 
 import logging
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
 from engines.build.gpu_linears import impl_for, shape_of, weight_bytes
 from engines.build.impls import group_of
+from engines.build.kernel_table import mode_of
 from engines.device import Device
 from engines.errors import EngineError
+from engines.kernels import quantize, silu_mul
 from engines.kernels.impl import KernelConfig, LinearImpl, Packed
+from engines.kernels.linear.gate_up import Activation, launch_gate_up
 from engines.plan import linear_shape
-from engines.program import Linear
+from engines.program import GatedSilu, Linear
 
 _LOG = logging.getLogger(__name__)
 COLD_BYTES = 400e6
 #: Largest root-mean-square difference between two candidates' results, relative: bf16 rounding and fp8 accumulators.
 SAME_RMS = 1e-2
+#: Above this many tokens storing rows matters, and weights need no copies to be cold.
+MANY_TOKENS = 512
 
 
 class _Subject:
     """Copies of one linear's weight, with random codes, and rows to multiply."""
 
-    def __init__(self, op: Linear) -> None:
-        self.op, self.impl = op, impl_for(op)
+    def __init__(self, op: Linear, silu: GatedSilu | None) -> None:
+        self.op, self.impl, self.silu = op, impl_for(op), silu
         count = max(1, min(48, -(-int(COLD_BYTES) // weight_bytes(op))))
         first = random_packed(op, self.impl, torch.device("cuda"))
         self.packed = [first]
@@ -81,11 +90,27 @@ def random_rows(op: Linear, tokens: int) -> tuple[torch.Tensor, torch.Tensor | N
     return codes.to(torch.float8_e4m3fn), scale
 
 
+def activated(silu: GatedSilu, tokens: int, device: Device
+              ) -> tuple[Activation, torch.Tensor, torch.Tensor | None]:
+    """An activation with plausible scales, and room for its rows and their dynamic scales."""
+    grid = None if silu.quant is None else silu.quant.grid
+    mode, group = mode_of(grid), 0 if grid is None else group_of(grid)
+    on = device.torch_device
+    known = None if grid is None or grid.dynamic else torch.tensor(0.01, device=on)
+    before = silu.quant is not None and silu.quant.pre_quant_scale is not None
+    columns = (silu.width // group,) if mode.per_group else ()
+    scales = torch.empty(tokens, *columns, device=on) if mode.per_token or mode.per_group else None
+    dtype = torch.bfloat16 if grid is None else torch.float8_e4m3fn if mode.fp8 else torch.int8
+    return (Activation(silu.activation, mode, group, known, torch.ones(silu.width, device=on) if before else None),
+            torch.empty(tokens, silu.width, dtype=dtype, device=on), scales)
+
+
 class Bench:
     """Times candidates, on copies of each linear's weight."""
 
-    def __init__(self, device: Device) -> None:
-        self._device = device
+    def __init__(self, device: Device, activations: Mapping[str, GatedSilu]) -> None:
+        """``activations``: linear shape -> the activation that alone reads it."""
+        self._device, self._activations = device, activations
         self._stream = torch.cuda.Stream()
         self._subjects: dict[str, _Subject] = {}
         self._workspace = torch.zeros(16, dtype=torch.uint8, device="cuda")
@@ -101,7 +126,7 @@ class Bench:
     def _subject(self, op: Linear) -> _Subject:
         key = linear_shape(op)
         if key not in self._subjects:
-            self._subjects[key] = _Subject(op)
+            self._subjects[key] = _Subject(op, self._activations.get(key))
         return self._subjects[key]
 
     def _launch(self, subject: _Subject, copy: int, tokens: int, config: KernelConfig) -> torch.Tensor:
@@ -112,15 +137,32 @@ class Bench:
         return subject.impl.launch(x, subject.packed[copy % len(subject.packed)], config, out, x_scale=scale,
                                    workspace=self._workspace)
 
+    def _timed(self, subject: _Subject, tokens: int, config: KernelConfig) -> Callable[[int], object]:
+        """What is timed, by the number of the weight's copy: the linear, or that and its activation."""
+        if subject.silu is None or tokens <= MANY_TOKENS:
+            return lambda copy: self._launch(subject, copy, tokens, config)
+        silu, (x, scale, out) = subject.silu, subject.rows(tokens)
+        activation, codes, scales = activated(silu, tokens, self._device)
+        configs = {"silu_config": silu_mul.candidates(silu.width, activation.mode, activation.group,
+                                                      self._device.facts)[0],
+                   "quantize_config": quantize.candidates(silu.width, self._device.facts)[0]}
+        self._launch(subject, 0, tokens, config)  # sizes the workspace
+        return lambda copy: launch_gate_up(
+            subject.impl, x, subject.packed[copy % len(subject.packed)], config, out, codes, activation,
+            x_scale=scale, scales=scales, workspace=self._workspace, **configs)
+
     def launch_once(self, op: Linear, tokens: int, config: KernelConfig) -> None:
-        """One launch, for collecting variants."""
-        self._launch(self._subject(op), 0, tokens, config)
+        """One launch of all that ``race`` launches, for collecting variants."""
+        subject = self._subject(op)
+        self._launch(subject, 0, tokens, config)
+        if subject.silu is not None and tokens > MANY_TOKENS:
+            self._timed(subject, tokens, config)(0)
 
     def race(self, op: Linear, tokens: int, candidates: Sequence[KernelConfig]
              ) -> tuple[list[tuple[KernelConfig, float]], int]:
         """Microseconds a launch of every candidate that runs and agrees, fastest first; and how many did not."""
         subject = self._subject(op)
-        launches = len(subject.packed) if tokens > 512 else max(8, len(subject.packed))
+        launches = len(subject.packed) if tokens > MANY_TOKENS else max(8, len(subject.packed))
         wanted: torch.Tensor | None = None
         found: list[tuple[KernelConfig, float]] = []
         for config in candidates:
@@ -132,12 +174,13 @@ class Bench:
                 if not error <= SAME_RMS:
                     _LOG.warning("%s tokens=%d: %s differs by %.3g: dropped", linear_shape(op), tokens, config, error)
                     continue
-                seconds = self._median(lambda config=config: [  # type: ignore[misc]
-                    self._launch(subject, copy, tokens, config) for copy in range(launches)], 5 if tokens <= 512 else 3)
+                launch = self._timed(subject, tokens, config)
+                seconds = self._median(lambda launch=launch: [  # type: ignore[misc]
+                    launch(copy) for copy in range(launches)], 5 if tokens <= MANY_TOKENS else 3)
                 found.append((config, seconds * 1e6 / launches))
             except Exception as error:  # a candidate that cannot run here is no candidate
                 _LOG.warning("%s tokens=%d: %s does not run: %s", linear_shape(op), tokens, config, error)
-        if tokens > 512:
+        if tokens > MANY_TOKENS:
             subject.forget(tokens)
         if not found:
             raise EngineError(f"no kernel runs {linear_shape(op)} at {tokens} tokens on {self._device.name}",

@@ -62,14 +62,18 @@ def _defaults(facts: ModelFacts, program: Program, block_size: int, kv: Grid, de
         decode = attention_decode.candidates(facts.head_dim, block_size, kv_bytes, device, deterministic=deterministic,
                                              batch=batch)
         yield entry("attention_decode", "split", most, decode[0])
-    yield from _prefill(attention_prefill.candidates(facts.head_dim, facts.num_heads // facts.num_kv_heads, kv_bytes,
-                                                     device), deterministic)
+    gqa = facts.num_heads // facts.num_kv_heads
+    yield from _prefill("tile", attention_prefill.candidates(facts.head_dim, gqa, kv_bytes, device), deterministic)
+    rows = [] if deterministic or kv.quantized else attention_prefill.rows_candidates(facts.head_dim, gqa, device)
+    if rows:
+        short = attention_prefill.candidates(facts.head_dim, gqa, kv_bytes, device)
+        yield from _prefill("rows", [*rows, *short], deterministic)
     yield entry("sample", f"n={facts.vocab_size}", MOST_TOKENS, sample.candidates(facts.vocab_size, device)[0])
 
 
-def _prefill(tiles: Sequence[KernelConfig], deterministic: bool) -> Iterator[KernelChoice]:
+def _prefill(shape: str, tiles: Sequence[KernelConfig], deterministic: bool) -> Iterator[KernelChoice]:
     """Small tiles for short chunks; one tile for all where a row's sum must not depend on its chunk."""
     small = min(tiles, key=lambda config: config["ROWS"])
     if not deterministic and small["ROWS"] < tiles[0]["ROWS"]:
-        yield entry("attention_prefill", "tile", small["ROWS"], small)
-    yield entry("attention_prefill", "tile", MOST_TOKENS, tiles[0])
+        yield entry("attention_prefill", shape, small["ROWS"], small)
+    yield entry("attention_prefill", shape, MOST_TOKENS, tiles[0])

@@ -4,8 +4,9 @@
 variants and torch's own operators alike. All variants are compiled first, on all cores (``kernels/compile_ahead``).
 
 **Timing** imitates how the kernel will run: a CUDA graph of launches, each on another copy of the weight (400 MB in
-all, so that nothing is found in L2), programmatic dependent launch as configured; the median of a few replays. A
-candidate whose result differs from the first one's is dropped, and said so.
+all, so that nothing is found in L2), programmatic dependent launch as configured; the median of a few replays. For
+many tokens a gate_up linear is timed together with its activation. A candidate whose result differs from the first
+one's is dropped, and said so.
 
 What wins alone may lose in company: ``tune_step`` lets the best few compete again inside whole decode steps.
 
@@ -34,12 +35,14 @@ from calib.progress import Progress, Report
 from calib.scheme import Frozen
 from engines.build.bench_gpu import Bench
 from engines.build.gpu_linears import impl_for, shape_of, weight_bytes
+from engines.build.kernel_table import silu_shape
 from engines.device import Device
 from engines.errors import EngineError
 from engines.kernels.compile_ahead import collect, compile_variants
 from engines.kernels.impl import KernelConfig
 from engines.plan import KernelChoice, linear_shape
 from engines.program import Linear, Program
+from engines.runtime.cuda.neighbours import attention_groups
 
 #: Step sizes with choices of their own; a step takes the next larger one's.
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -124,6 +127,8 @@ class _Tuner:
         self.linears = {linear_shape(op): op for op in program.linears()}
         self.points = [(op, tokens) for op in self.linears.values()
                        for tokens in sizes_for(op, self.linears[linear_shape(head)], max_num_tokens)]
+        self.activations = {linear_shape(group.op): group.silu for group in attention_groups(program.ops)
+                            if isinstance(group.op, Linear) and group.silu is not None}
         self.path = None if cache is None or mode == "none" else cache_file(cache, device)
         self.known = {} if self.path is None else _read(self.path)
         #: Step size -> linear shape -> its best configs, for ``tune_step``.
@@ -131,7 +136,9 @@ class _Tuner:
         self.timed = mode != "none" and device.kind == "cuda"
 
     def key(self, op: Linear, tokens: int) -> str:
-        return f"{linear_shape(op)} tokens={tokens} {self.mode}{' deterministic' if self.deterministic else ''}"
+        silu = self.activations.get(linear_shape(op))
+        behind = "" if silu is None else f" then {silu_shape(silu)}"
+        return f"{linear_shape(op)} tokens={tokens} {self.mode}{behind}{' deterministic' if self.deterministic else ''}"
 
     def candidates(self, op: Linear, tokens: int) -> list[KernelConfig]:
         found = candidates_for(op, tokens, self.device, self.deterministic)
@@ -164,7 +171,7 @@ class _Tuner:
 
     def _time(self, wanted: list[tuple[Linear, int]]) -> None:
         end = time.monotonic() + SECONDS[self.mode]
-        bench = Bench(self.device)
+        bench = Bench(self.device, self.activations)
         self._compile(bench, wanted)
         ranked: dict[tuple[str, int], list[tuple[KernelConfig, float | None]]] = {}
         for done, (op, tokens) in enumerate(wanted):

@@ -12,7 +12,9 @@ start first.
 **The floor is arithmetic:** 4 * tokens * keys * head_dim * heads / 2 operations (causal), 275 GFLOP a layer at 8 x
 2048.
 
-K and V are the paged cache, or rows [tokens, kv heads, head_dim] when ``block_table`` is None (whole prompts).
+K and V are the paged cache, or rows [tokens, kv heads, head_dim] when ``block_table`` is None (whole prompts). Kernel
+``rows`` (Hopper) fetches tiles of the latter by TMA: no addresses in registers, so that with ``REGISTERS`` 128 two
+programs fit on a multiprocessor, and one's softmax runs under the other's matrix products.
 
 torch's ``scaled_dot_product_attention`` is the yardstick of ``benchmarks.gpu_ops`` (cuDNN: 546 TFLOP/s at 8 x 2048 on
 an H200, this kernel 402), but no candidate: cuDNN plans, and may compile, at the first call of every new shape, so a
@@ -29,8 +31,16 @@ from collections.abc import Sequence
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
-from engines.kernels.attention_step import attention_step, normalised, query_operand, score_scale, store_rows
+from engines.kernels.attention_step import (
+    attend,
+    attention_step,
+    normalised,
+    query_operand,
+    score_scale,
+    store_rows,
+)
 from engines.kernels.attention_twin import attend_twin, gather_cache
 from engines.kernels.impl import DeviceFacts, KernelConfig
 from engines.kernels.jit import INTERPRETED, ActQuant, gdc_launch, gdc_wait, launch_options, next_pow2
@@ -38,14 +48,29 @@ from engines.kernels.quantize import check_act, store_act_twin
 from engines.kernels.rope_kv import check_cache
 
 
+@triton.jit
+def _rows_step(q, m, total, acc, start, end, last_key, k_desc, v_desc, first_row, column, scale, TILE: tl.constexpr,
+               MASKED: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr
+               ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """A tile of contiguous keys by bulk copy, then ``attend``."""
+    key = start + tl.arange(0, TILE)
+    inside = key < end
+    k = k_desc.load([first_row + start, column]).T
+    v = v_desc.load([first_row + start, column])
+    if MASKED:  # rows at the end and beyond are others', or nobody's, whatever they hold: 0 * NaN is NaN
+        v = tl.where(inside[:, None], v, 0.0)
+    return attend(q, m, total, acc, key, inside, k, v, last_key, scale, MASKED, True, WINDOW, SOFTCAP, EXACT)
+
+
 @triton.jit(do_not_specialize=["table_stride"],
             do_not_specialize_on_alignment=["table_ptr", "cu_q_ptr", "seq_lens_ptr"])
-def prefill_kernel(q_ptr, k_ptr, v_ptr, table_ptr, cu_q_ptr, seq_lens_ptr, k_scale_ptr, v_scale_ptr, out_ptr,
-                   input_scale_ptr, pre_quant_ptr, sm_scale, table_stride, kv_stride, out_stride, num_kv_heads,
+def prefill_kernel(q_ptr, k_ptr, v_ptr, k_desc, v_desc, table_ptr, cu_q_ptr, seq_lens_ptr, k_scale_ptr, v_scale_ptr,
+                   out_ptr, input_scale_ptr, pre_quant_ptr, sm_scale, table_stride, kv_stride, out_stride, num_kv_heads,
                    GQA: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
                    TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
                    QUANT: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr) -> None:
-    """One program a (tile of tokens, kv head, sequence)."""
+    """One program a (tile of tokens, kv head, sequence). ``k_desc`` and ``v_desc``: rows by TMA."""
+    TMA: tl.constexpr = k_desc is not None
     TOKENS: tl.constexpr = ROWS // GQA
     first = (tl.num_programs(0) - 1 - tl.program_id(0)) * TOKENS
     kv_head = tl.program_id(1)
@@ -81,13 +106,21 @@ def prefill_kernel(q_ptr, k_ptr, v_ptr, table_ptr, cu_q_ptr, seq_lens_ptr, k_sca
         else:
             masked_from = (cached + first + 1) // TILE * TILE
             for start in tl.range(0, masked_from, TILE):
-                m, total, acc = attention_step(q, m, total, acc, start, end, last_key, table, k_ptr, v_ptr, kv_head,
-                                               num_kv_heads, kv_stride, dims, scale, HEAD_DIM, BLOCK_SIZE, TILE, False,
-                                               True, WINDOW, SOFTCAP, EXACT)
+                if TMA:
+                    m, total, acc = _rows_step(q, m, total, acc, start, end, last_key, k_desc, v_desc, begin_q,
+                                               kv_head * HEAD_DIM, scale, TILE, False, WINDOW, SOFTCAP, EXACT)
+                else:
+                    m, total, acc = attention_step(q, m, total, acc, start, end, last_key, table, k_ptr, v_ptr,
+                                                   kv_head, num_kv_heads, kv_stride, dims, scale, HEAD_DIM,
+                                                   BLOCK_SIZE, TILE, False, True, WINDOW, SOFTCAP, EXACT)
         for start in tl.range(masked_from, end, TILE):
-            m, total, acc = attention_step(q, m, total, acc, start, end, last_key, table, k_ptr, v_ptr, kv_head,
-                                           num_kv_heads, kv_stride, dims, scale, HEAD_DIM, BLOCK_SIZE, TILE, True, True,
-                                           WINDOW, SOFTCAP, EXACT)
+            if TMA:
+                m, total, acc = _rows_step(q, m, total, acc, start, end, last_key, k_desc, v_desc, begin_q,
+                                           kv_head * HEAD_DIM, scale, TILE, True, WINDOW, SOFTCAP, EXACT)
+            else:
+                m, total, acc = attention_step(q, m, total, acc, start, end, last_key, table, k_ptr, v_ptr, kv_head,
+                                               num_kv_heads, kv_stride, dims, scale, HEAD_DIM, BLOCK_SIZE, TILE, True,
+                                               True, WINDOW, SOFTCAP, EXACT)
         store_rows(normalised(acc, total, v_scale_ptr), (begin_q + token)[:, None], kv_head * GQA + row % GQA, live,
                    dims,
                    out_ptr, None, input_scale_ptr, pre_quant_ptr, out_stride, 0, HEAD_DIM, QUANT, 0)
@@ -107,6 +140,15 @@ def candidates(head_dim: int, gqa: int, kv_bytes: int, device: DeviceFacts) -> S
              for rows, tile, warps, stages in tiles
              if (max(rows, least) * 2 + stages * 2 * tile * kv_bytes) * next_pow2(head_dim) <= device.shared_bytes]
     return list(dict.fromkeys(found))
+
+
+def rows_candidates(head_dim: int, gqa: int, device: DeviceFacts) -> Sequence[KernelConfig]:
+    """Tiles for long whole prompts (contiguous K and V), the default first; none where there is no TMA."""
+    if device.capability < 90 or head_dim not in (64, 128) or gqa > 16:
+        return []
+    tiles = ((128, 64, 8, 2, 128), (128, 64, 8, 3, 0), (128, 128, 8, 2, 0), (64, 64, 4, 2, 128))
+    return [KernelConfig.of("rows", ROWS=rows, TILE=tile, REGISTERS=registers, num_warps=warps, num_stages=stages,
+                            pdl=True) for rows, tile, warps, stages, registers in tiles]
 
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_table: torch.Tensor | None,
@@ -152,13 +194,22 @@ def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_table: torch
     per_program = config["ROWS"] // gqa
     if not per_program:
         raise ValueError(f"ROWS {config['ROWS']} is less than the {gqa} q heads of a kv head")
+    options, k_desc, v_desc = launch_options(config), None, None
+    if config.kernel == "rows":
+        if block_table is not None or head_dim != next_pow2(head_dim) or k.stride(0) * k.element_size() % 16:
+            raise ValueError(f"kernel 'rows' takes contiguous K and V and a power-of-two head_dim, found {head_dim}")
+        if tokens:
+            k_desc, v_desc = (TensorDescriptor(x, [tokens, num_kv_heads * head_dim], [x.stride(0), 1],
+                                               [config["TILE"], head_dim]) for x in (k, v))
+        if config["REGISTERS"]:
+            options["maxnreg"] = config["REGISTERS"]
     if tokens:
         prefill_kernel[(triton.cdiv(max_query_len, per_program), num_kv_heads, seq_lens.shape[0])](
-            q, k, v, block_table, cu_seqlens_q, seq_lens, k_scale, v_scale, out, input_scale, pre_quant_scale, sm_scale,
-            0 if block_table is None else block_table.stride(0), 0 if block_size else k.stride(0), out.stride(0),
+            q, k, v, k_desc, v_desc, block_table, cu_seqlens_q, seq_lens, k_scale, v_scale, out, input_scale,
+            pre_quant_scale, sm_scale, 0 if block_table is None else block_table.stride(0), 0 if block_size else k.stride(0), out.stride(0),
             num_kv_heads, GQA=gqa, HEAD_DIM=head_dim, BLOCK_D=next_pow2(head_dim), ROWS=config["ROWS"],
             TILE=config["TILE"], BLOCK_SIZE=block_size, WINDOW=window, SOFTCAP=softcap, QUANT=int(quant),
-            EXACT=INTERPRETED, **launch_options(config))
+            EXACT=INTERPRETED, **options)
     return out
 
 

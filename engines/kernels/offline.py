@@ -74,6 +74,7 @@ class CompileJob:
     num_warps: int = 4
     num_stages: int = 1
     pdl: bool = False
+    registers: int = 0
 
     @classmethod
     def of(cls, kernel: Any, signature: Mapping[str, str], constexprs: Mapping[str, Any], **options: Any) -> CompileJob:
@@ -83,12 +84,13 @@ class CompileJob:
 
 
 def compile_for(fn: Any, signature: Mapping[str, str], constexprs: Mapping[str, Any], capability: int = 90, *,
-                aligned: Iterable[str] = (), num_warps: int = 4, num_stages: int = 1, pdl: bool = False) -> KernelFacts:
+                aligned: Iterable[str] = (), num_warps: int = 4, num_stages: int = 1, pdl: bool = False,
+                registers: int = 0) -> KernelFacts:
     """Compile a Triton or Gluon jit function for ``capability`` (80, 89, 90, 100, ...) and read the cubin.
 
     ``signature`` types the run-time arguments (``*bf16``, ``*fp8e4nv``, ``i32``, ``tensordesc<bf16[64,128]>``);
     arguments named in ``constexprs`` are constants. Pointers count as 16-byte aligned, as torch's are; integers only
-    when named in ``aligned``, which is what a launch with a multiple of 16 proves.
+    when named in ``aligned``, which is what a launch with a multiple of 16 proves. ``registers``: most per thread.
     Raises whatever Triton raises when the target cannot run the kernel.
     """
     import triton
@@ -108,6 +110,8 @@ def compile_for(fn: Any, signature: Mapping[str, str], constexprs: Mapping[str, 
     options: dict[str, Any] = {"num_warps": num_warps, "num_stages": num_stages}
     if pdl:
         options["launch_pdl"] = True
+    if registers:
+        options["maxnreg"] = registers
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     registers, stack, opcodes = _read_cubin(compiled.asm["cubin"])
     return KernelFacts(fn.__name__, capability, registers, stack, int(compiled.metadata.shared), opcodes)
@@ -185,7 +189,8 @@ def compile_job(job: CompileJob) -> KernelFacts:
     """``compile_for`` by name."""
     fn = getattr(importlib.import_module(job.module), job.fn)
     return compile_for(fn, job.signature, job.constexprs, job.capability, aligned=job.aligned,
-                       num_warps=job.num_warps, num_stages=job.num_stages, pdl=job.pdl)
+                       num_warps=job.num_warps, num_stages=job.num_stages, pdl=job.pdl,
+                       registers=job.registers)
 
 
 def compile_jobs(jobs: Sequence[CompileJob], workers: int = 1) -> list[KernelFacts | str]:

@@ -46,8 +46,12 @@ def job(impl: NaturalLinear, config: KernelConfig, capability: int = 90, *, gate
             else:
                 constants[name] = None
         return CompileJob.of(dot_kernel, types, constants, **options)
-    out = f"tensordesc<bf16[{meta['BLOCK_M']},{meta['BLOCK_N'] // meta['EPILOGUE']}]>"
+    columns = meta["BLOCK_N"] // (2 if gated else meta["EPILOGUE"])
+    if gated:
+        w_desc = f"tensordesc<{weight}[2,{columns},{meta['BLOCK_K']}]>"
     del types["out_ptr"]
-    types |= {"x_desc": x_desc, "w_desc": w_desc, "out_desc": out}
+    types |= {"x_desc": x_desc, "w_desc": w_desc, "out_desc": f"tensordesc<{out}[{meta['BLOCK_M']},{columns}]>",
+              "out_scale_ptr": "*fp32"}
+    constants["GATED"] = gated
     constants.pop("PROGRAMS")
     return CompileJob.of(mm_kernel, types, constants, **options)

@@ -84,6 +84,28 @@ def test_window_and_softcap(device, judge, window, softcap, block):
     judge(found, wanted, 4e-2, 6e-3)
 
 
+@pytest.mark.parametrize(("new", "heads", "kv_heads", "head_dim", "tile"), [
+    ([1], 2, 1, 64, 16), ([37, 5], 6, 2, 64, 16), ([64, 0, 70], 4, 1, 64, 32), ([33], 4, 4, 128, 32)])
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (20, 5.0)])
+def test_rows_by_bulk_copy(device, judge, new, heads, kv_heads, head_dim, tile, window, softcap):
+    """K and V are followed by rows of nobody, which hold NaN, within reach of the last tile."""
+    (q, k, v, *rest), _ = problem(new, [0] * len(new), heads, kv_heads, head_dim, 0, torch.bfloat16, device)
+    k, v = (torch.cat([x, torch.full_like(x, float("nan"))])[:x.shape[0]] for x in (k, v))
+    config = KernelConfig.of("rows", ROWS=32, TILE=tile, REGISTERS=128)
+    found, wanted = run_both((q, k, v, *rest), device, config, window=window, softcap=softcap)
+    judge(found, wanted, 4e-2, 6e-3)
+
+
+def test_rows_of_a_neighbour_may_hold_anything(device):
+    """A tile reaches into the next sequence's rows: nothing of them counts, not even NaN."""
+    (q, k, v, _, cu, lens, most), _ = problem([10, 30], [0, 0], 2, 1, 64, 0, torch.bfloat16, device)
+    out = torch.full((40, 128), float("nan"), device=device)
+    config = KernelConfig.of("rows", ROWS=32, TILE=32, REGISTERS=0)
+    k[10:], v[10:] = float("nan"), float("nan")
+    attention_prefill.launch(q, k, v, None, cu, lens, most, out, config, sm_scale=0.125)
+    assert out[:10].isfinite().all()
+
+
 def test_fp8_output(device, judge):
     args, _ = problem([21], [10], 4, 2, 64, 16, torch.bfloat16, device)
     pre = torch.rand(256, device=device) + 0.5
@@ -108,5 +130,7 @@ def test_misfits_are_errors(device):
         attention_prefill.launch(*args, out, SMALL, sm_scale=1.0, quant=ActQuant.INT8_TOKEN)
     with pytest.raises(ValueError, match="q heads of a kv head"):
         attention_prefill.launch(*args, out, KernelConfig.of("tile", ROWS=2, TILE=16), sm_scale=1.0)
+    with pytest.raises(ValueError, match="kernel 'rows' takes contiguous"):
+        attention_prefill.launch(*args, out, KernelConfig.of("rows", ROWS=32, TILE=16, REGISTERS=0), sm_scale=1.0)
     with pytest.raises(ValueError, match="contiguous K and V"):
         attention_prefill.launch(args[0], args[1], args[2], None, *args[4:], out, SMALL, sm_scale=1.0)

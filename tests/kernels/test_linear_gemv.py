@@ -87,9 +87,10 @@ def test_gated_output_is_silu_of_gate_times_up(impl: NaturalLinear, m: int, inte
     assert (codes.float() * scale - wanted).norm() <= 4e-2 * wanted.norm()
 
 
-def test_only_gemv_gates() -> None:
+def test_what_cannot_gate_is_refused() -> None:
     given = problem(IMPLS[0], 1, 8, 64)
+    mm = KernelConfig.of("mm", BLOCK_M=64, BLOCK_N=64, BLOCK_K=32, GROUP_M=2, EPILOGUE=1, PROGRAMS=2)
     out = torch.empty(1, 4, dtype=HALF, device=given.x.device)
-    for config in (KernelConfig.of("torch"), _gemv(1, 1, 32, 0)):
+    for config in (KernelConfig.of("torch"), _gemv(1, 1, 32, 0), mm):  # mm: 8 rows are no multiple of 32
         with pytest.raises(ValueError, match="cannot gate"):
             IMPLS[0].launch_gated(given.x, given.packed, config, out)

@@ -44,6 +44,9 @@ VARIANTS = {  # name -> (impl, kernel, tokens, capability)
     "dot fp8 block sm_89": (FP8_BLOCK, "dot", 16, 89),
     "dot fp8 block sm_100": (FP8_BLOCK, "dot", 64, 100),
     "mm int8": (INT8, "mm", 2048, 90),
+    "mm int8 gated": (INT8, "mm", 2048, 90),
+    "mm fp8 gated": (FP8, "mm", 2048, 90),
+    "mm bf16 gated": (BF16, "mm", 2048, 90),
     "gemv int8 sm_80": (INT8, "gemv", 1, 80),
     "dot bf16 sm_80": (BF16, "dot", 16, 80),
     "gemv fp8 sm_89": (FP8, "gemv", 1, 89),
@@ -55,7 +58,7 @@ VARIANTS = {  # name -> (impl, kernel, tokens, capability)
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, KernelFacts]:
     jobs = [job(impl, _first(impl, kernel, m, capability), capability, gated=name.endswith("gated"),
-                out="fp8e4nv" if name == "gemv fp8 gated" else "bf16")
+                out="fp8e4nv" if name.endswith("fp8 gated") else "bf16")
             for name, (impl, kernel, m, capability) in VARIANTS.items()]
     found = compile_jobs(jobs)
     for name, facts in zip(VARIANTS, found, strict=True):
@@ -88,6 +91,9 @@ def test_dot_and_mm_use_warpgroup_instructions_and_tma(compiled: dict[str, Kerne
         assert compiled[name].count(instruction) > 0, name
         assert compiled[name].count("UTMALDG") > 0, name
     assert compiled["mm int8"].count("UTMASTG") > 0
+    for name, instruction in (("mm int8 gated", "IGMMA"), ("mm fp8 gated", "QGMMA"), ("mm bf16 gated", "HGMMA")):
+        assert compiled[name].count("UTMALDG.3D") > 0, name  # gate and up rows by one copy, for the same wide product
+        assert compiled[name].count(instruction) <= compiled["mm int8"].count("IGMMA"), name
     assert compiled["dot bf16 sm_80"].count("HMMA") > 0
 
 

@@ -17,7 +17,7 @@ POINTERS = {"q_ptr": "*bf16", "table_ptr": "*i32", "plan_ptr": "*i32", "acc_ptr"
             "eps": "fp32"}
 
 
-def job(kernel, capability, constexprs, *, num_warps=4, num_stages=1, **types):
+def job(kernel, capability, constexprs, *, num_warps=4, num_stages=1, registers=0, **types):
     """A job whose unnamed pointers have their usual types and whose unnamed numbers are aligned int32."""
     constexprs = constexprs | {"PDL": capability >= 90}
     names = [n for n in kernel.arg_names if n not in constexprs]
@@ -25,7 +25,7 @@ def job(kernel, capability, constexprs, *, num_warps=4, num_stages=1, **types):
     sizes = {"n", "inter", "vocab", "head_dim", "rotary_half", "block_size"}
     aligned = [n for n in names if n in sizes or (n.endswith("stride") and n != "table_stride")]
     return CompileJob.of(kernel, signature, constexprs, capability=capability, aligned=aligned, num_warps=num_warps,
-                         num_stages=num_stages, pdl=capability >= 90)
+                         num_stages=num_stages, pdl=capability >= 90, registers=registers)
 
 
 HEAD = {"GQA": 4, "HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_SIZE": 16, "TILE": 64, "WINDOW": 0, "SOFTCAP": 0.0,
@@ -33,6 +33,7 @@ HEAD = {"GQA": 4, "HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_SIZE": 16, "TILE": 64,
         "EXACT": False, "pre_quant_ptr": None, "input_scale_ptr": None}
 DECODE = HEAD | {"QUERY_LEN": 1, "ROWS": 16, "LIVE2": 4, "MERGE": 1, "CHUNK": 16, "GROUP": 0, "scales_ptr": None}
 UNSCALED = {"k_scale_ptr": None, "v_scale_ptr": None}
+NO_ROWS = {"k_desc": None, "v_desc": None}
 ROW = {"pre_quant_ptr": None, "rows_ptr": None, "BLOCK": 4096, "FENCE": True}
 ROPE = DECODE | {"EARLY": True}
 JOBS = {
@@ -49,9 +50,11 @@ JOBS = {
                                            num_warps=8, num_stages=2, k_ptr="*bf16", v_ptr="*bf16", out_ptr="*bf16"),
     "rope decode fp8": job(attention_rope.rope_decode_kernel, 90, ROPE | {"TILE": 128}, num_warps=8, num_stages=2,
                            k_ptr="*fp8e4nv", v_ptr="*fp8e4nv", out_ptr="*bf16"),
-    "prefill bf16": job(attention_prefill.prefill_kernel, 90, HEAD | UNSCALED | {"ROWS": 128}, num_warps=8,
-                        num_stages=3,
-                        k_ptr="*bf16", v_ptr="*bf16", out_ptr="*bf16"),
+    "prefill bf16": job(attention_prefill.prefill_kernel, 90, HEAD | UNSCALED | NO_ROWS | {"ROWS": 128}, num_warps=8,
+                        num_stages=3, k_ptr="*bf16", v_ptr="*bf16", out_ptr="*bf16"),
+    "prefill rows": job(attention_prefill.prefill_kernel, 90, HEAD | UNSCALED | {
+        "ROWS": 128, "BLOCK_SIZE": 0, "table_ptr": None}, num_warps=8, num_stages=2, registers=128, k_ptr="*bf16",
+        v_ptr="*bf16", out_ptr="*bf16", k_desc="tensordesc<bf16[64,128]>", v_desc="tensordesc<bf16[64,128]>"),
     "norm int8 group": job(norm.norm_kernel, 100, ROW | {"QUANT": 4, "GROUP": 128, "input_scale_ptr": None},
                            num_warps=16,
                            out_ptr="*i8"),
@@ -91,4 +94,8 @@ def test_instructions(compiled):
     assert compiled["decode bf16"].count("LDGSTS.E.BYPASS.128") >= 16, "KV tiles must travel in 16-byte copies"
     assert compiled["decode fp8"].count("LDGSTS.E.BYPASS.128") >= 8
     assert compiled["prefill bf16"].count("HGMMA") >= 16, "Hopper's prefill must use the warpgroup matrix unit"
+    rows = compiled["prefill rows"]
+    assert rows.registers <= 128, "two programs must fit on a multiprocessor"
+    assert rows.shared <= 227 * 1024 // 2
+    assert rows.count("UTMALDG") >= 8
     assert compiled["norm int8 group"].count("LDG.E.128") >= 2

@@ -11,6 +11,10 @@ walked ``GROUP_M`` tile rows at a time: programs that run together then share ro
 
 Scales stand outside the sum (channel x token), so the main loop holds nothing but loads and matrix instructions. The
 tile is stored in ``EPILOGUE`` column slices, which halves the shared memory it needs and leaves it to the pipeline.
+
+``GATED``: the weight is a stacked gate and up, [2, inter, k]. One bulk copy fetches the same BLOCK_N / 2 rows of both,
+so the loop is the same; a thread of the accumulator holds both values of a column, and silu(gate) * up [m, inter] is
+what is stored, bf16 or fp8 by a static scale. A layer's widest rows are neither written nor read again.
 """
 
 from __future__ import annotations
@@ -21,13 +25,13 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from engines.kernels.impl import KernelConfig
-from engines.kernels.jit import gdc_launch, gdc_wait, launch_options
+from engines.kernels.jit import gdc_launch, gdc_wait, launch_options, to_fp8
 
 
 @triton.jit
-def _store_slice(acc, first_token, first_row, w_scale_ptr, x_scale_ptr, bias_ptr, out_desc, m, n, KIND: tl.constexpr,
-                 BLOCK_M: tl.constexpr, COLS: tl.constexpr, PER_TOKEN: tl.constexpr, HAS_BIAS: tl.constexpr) -> None:
-    """Scale columns ``first_row ...`` of a tile and store them; TMA drops what lies beyond the ends."""
+def _scaled(acc, first_token, first_row, w_scale_ptr, x_scale_ptr, bias_ptr, m, n, KIND: tl.constexpr,
+            BLOCK_M: tl.constexpr, COLS: tl.constexpr, PER_TOKEN: tl.constexpr, HAS_BIAS: tl.constexpr) -> tl.tensor:
+    """Weight rows ``first_row ...`` of a tile with their scales and bias, fp32; beyond the ends the last one's."""
     row = tl.minimum(first_row + tl.arange(0, COLS), n - 1)
     token = tl.minimum(first_token + tl.arange(0, BLOCK_M), m - 1)
     y = acc.to(tl.float32)
@@ -35,16 +39,19 @@ def _store_slice(acc, first_token, first_row, w_scale_ptr, x_scale_ptr, bias_ptr
         y *= tl.load(x_scale_ptr + token * PER_TOKEN)[:, None] * tl.load(w_scale_ptr + row)[None, :]
     if HAS_BIAS:
         y += tl.load(bias_ptr + row).to(tl.float32)[None, :]
-    out_desc.store([first_token, first_row], y.to(out_desc.dtype))
+    return y
 
 
-@triton.jit(do_not_specialize=["m"], do_not_specialize_on_alignment=["x_scale_ptr"])
-def mm_kernel(x_desc, w_desc, out_desc, w_scale_ptr, x_scale_ptr, bias_ptr, m, n, k, KIND: tl.constexpr,
-              BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-              EPILOGUE: tl.constexpr, PER_TOKEN: tl.constexpr, HAS_BIAS: tl.constexpr, PDL: tl.constexpr) -> None:
+@triton.jit(do_not_specialize=["m"], do_not_specialize_on_alignment=["x_scale_ptr", "out_scale_ptr"])
+def mm_kernel(x_desc, w_desc, out_desc, w_scale_ptr, x_scale_ptr, bias_ptr, out_scale_ptr, m, n, k,
+              KIND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+              GROUP_M: tl.constexpr, EPILOGUE: tl.constexpr, PER_TOKEN: tl.constexpr, HAS_BIAS: tl.constexpr,
+              GATED: tl.constexpr, PDL: tl.constexpr) -> None:
+    """Stores let TMA drop what lies beyond the ends."""
+    COLS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N // EPILOGUE
+    STEP: tl.constexpr = COLS if GATED else BLOCK_N
     tiles_m = tl.cdiv(m, BLOCK_M)
-    tiles_n = tl.cdiv(n, BLOCK_N)
-    COLS: tl.constexpr = BLOCK_N // EPILOGUE
+    tiles_n = tl.cdiv(n // 2 if GATED else n, STEP)
     gdc_launch(PDL)
     gdc_wait(PDL)
     for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
@@ -52,37 +59,59 @@ def mm_kernel(x_desc, w_desc, out_desc, w_scale_ptr, x_scale_ptr, bias_ptr, m, n
         height = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
         inside = tile % (GROUP_M * tiles_n)
         first_token = (group * GROUP_M + inside % height) * BLOCK_M
-        first_row = inside // height * BLOCK_N
+        first_row = inside // height * STEP
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.int32 if KIND == "int8" else tl.float32)
         for step in range(tl.cdiv(k, BLOCK_K)):
             x = x_desc.load([first_token, step * BLOCK_K])
-            w = w_desc.load([first_row, step * BLOCK_K])
+            if GATED:
+                w = tl.reshape(w_desc.load([0, first_row, step * BLOCK_K]), (BLOCK_N, BLOCK_K))
+            else:
+                w = w_desc.load([first_row, step * BLOCK_K])
             acc = tl.dot(x, w.T, acc, out_dtype=acc.dtype)
-        if EPILOGUE == 1:
-            _store_slice(acc, first_token, first_row, w_scale_ptr, x_scale_ptr, bias_ptr, out_desc, m, n, KIND,
-                         BLOCK_M, COLS, PER_TOKEN, HAS_BIAS)
+        if EPILOGUE == 1 and not GATED:
+            y = _scaled(acc, first_token, first_row, w_scale_ptr, x_scale_ptr, bias_ptr, m, n, KIND, BLOCK_M, COLS,
+                        PER_TOKEN, HAS_BIAS)
+            out_desc.store([first_token, first_row], y.to(out_desc.dtype))
         else:
             left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, COLS)), (0, 2, 1)))
-            _store_slice(left, first_token, first_row, w_scale_ptr, x_scale_ptr, bias_ptr, out_desc, m, n, KIND,
-                         BLOCK_M, COLS, PER_TOKEN, HAS_BIAS)
-            _store_slice(right, first_token, first_row + COLS, w_scale_ptr, x_scale_ptr, bias_ptr, out_desc, m, n,
-                         KIND, BLOCK_M, COLS, PER_TOKEN, HAS_BIAS)
+            y = _scaled(left, first_token, first_row, w_scale_ptr, x_scale_ptr, bias_ptr, m, n, KIND, BLOCK_M, COLS,
+                        PER_TOKEN, HAS_BIAS)
+            if GATED:
+                up = _scaled(right, first_token, n // 2 + first_row, w_scale_ptr, x_scale_ptr, bias_ptr, m, n, KIND,
+                             BLOCK_M, COLS, PER_TOKEN, HAS_BIAS)
+                y = y / (1.0 + tl.exp(-y)) * up
+                if out_desc.dtype == tl.float8e4nv:
+                    out_desc.store([first_token, first_row], to_fp8(y * (1.0 / tl.load(out_scale_ptr))))
+                else:
+                    out_desc.store([first_token, first_row], y.to(out_desc.dtype))
+            else:
+                out_desc.store([first_token, first_row], y.to(out_desc.dtype))
+                y = _scaled(right, first_token, first_row + COLS, w_scale_ptr, x_scale_ptr, bias_ptr, m, n, KIND,
+                            BLOCK_M, COLS, PER_TOKEN, HAS_BIAS)
+                out_desc.store([first_token, first_row + COLS], y.to(out_desc.dtype))
 
 
 def launch_mm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, config: KernelConfig, kind: str, *,
-              w_scale: torch.Tensor | None, x_scale: torch.Tensor | None, bias: torch.Tensor | None) -> None:
+              w_scale: torch.Tensor | None, x_scale: torch.Tensor | None, bias: torch.Tensor | None,
+              gated: bool = False, out_scale: torch.Tensor | None = None) -> None:
     """out [m, n] = x [m, k] weight [n, k]^T; contiguous, rows of 16 n bytes (TMA), k and n as supports() allowed.
 
     ``config.meta``: BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, EPILOGUE (1 or 2), PROGRAMS (as many as multiprocessors).
+    ``gated``: out is [m, n / 2], silu of the first half of the weight's rows times the second; fp8 with ``out_scale``
+    []. Needs an n that is a multiple of 32. Raises ValueError otherwise.
     """
-    m, n, k = out.shape[0], out.shape[1], weight.shape[1]
+    m, n, k = out.shape[0], weight.shape[0], weight.shape[1]
     tile_m, tile_n, tile_k = config["BLOCK_M"], config["BLOCK_N"], config["BLOCK_K"]
-    tiles = triton.cdiv(m, tile_m) * triton.cdiv(n, tile_n)
+    if gated and (n % 32 or (out_scale is not None) != (out.dtype == torch.float8_e4m3fn)):
+        raise ValueError(f"gated: n {n} must be a multiple of 32, and out_scale goes with fp8, out is {out.dtype}")
+    columns = tile_n // 2 if gated else tile_n // config["EPILOGUE"]
+    rows = (TensorDescriptor.from_tensor(weight.view(2, n // 2, k), [2, columns, tile_k]) if gated else
+            TensorDescriptor.from_tensor(weight, [tile_n, tile_k]))
+    tiles = triton.cdiv(m, tile_m) * triton.cdiv(out.shape[1], columns if gated else tile_n)
     some = weight
     mm_kernel[(min(tiles, config["PROGRAMS"]),)](
-        TensorDescriptor.from_tensor(x, [tile_m, tile_k]), TensorDescriptor.from_tensor(weight, [tile_n, tile_k]),
-        TensorDescriptor.from_tensor(out, [tile_m, tile_n // config["EPILOGUE"]]),
+        TensorDescriptor.from_tensor(x, [tile_m, tile_k]), rows, TensorDescriptor.from_tensor(out, [tile_m, columns]),
         some if w_scale is None else w_scale, some if x_scale is None else x_scale, some if bias is None else bias,
-        m, n, k, KIND=kind, BLOCK_M=tile_m, BLOCK_N=tile_n, BLOCK_K=tile_k, GROUP_M=config["GROUP_M"],
-        EPILOGUE=config["EPILOGUE"], PER_TOKEN=x_scale is not None and x_scale.ndim > 0, HAS_BIAS=bias is not None,
-        **launch_options(config))
+        some if out_scale is None else out_scale, m, n, k, KIND=kind, BLOCK_M=tile_m, BLOCK_N=tile_n, BLOCK_K=tile_k,
+        GROUP_M=config["GROUP_M"], EPILOGUE=config["EPILOGUE"], PER_TOKEN=x_scale is not None and x_scale.ndim > 0,
+        HAS_BIAS=bias is not None, GATED=gated, **launch_options(config))

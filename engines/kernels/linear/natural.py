@@ -156,17 +156,20 @@ class NaturalLinear(ABC):
         return out
 
     @staticmethod
-    def gates(config: KernelConfig) -> bool:
-        """Whether ``launch_gated`` can run with this config."""
-        return config.kernel == "gemv" and config["BLOCK_N"] >= 2
+    def gates(config: KernelConfig, n: int) -> bool:
+        """Whether ``launch_gated`` can run a stacked gate and up of ``n`` rows with this config."""
+        return (config.kernel == "gemv" and config["BLOCK_N"] >= 2) or (config.kernel == "mm" and n % 32 == 0)
 
     def launch_gated(self, x: torch.Tensor, packed: Packed, config: KernelConfig, out: torch.Tensor, *,
                      x_scale: torch.Tensor | None = None, out_scale: torch.Tensor | None = None) -> torch.Tensor:
         """For a stacked gate and up: ``out`` [m, n / 2] = silu(gate) * up, bf16, or fp8 by ``out_scale`` []."""
-        if not self.gates(config):
-            raise ValueError(f"{self.name}: {config.kernel} cannot gate its output")
-        launch_gemv(x, packed.tensors["weight"], out, config, self.kind, w_scale=packed.tensors.get("weight_scale"),
-                    x_scale=x_scale, bias=packed.tensors.get("bias"), gated=True, out_scale=out_scale)
+        if not self.gates(config, packed.n):
+            raise ValueError(f"{self.name}: {config.kernel} cannot gate its output of {packed.n} columns")
+        if x.shape[0] == 0:
+            return out
+        launch = launch_gemv if config.kernel == "gemv" else launch_mm
+        launch(x, packed.tensors["weight"], out, config, self.kind, w_scale=packed.tensors.get("weight_scale"),
+               x_scale=x_scale, bias=packed.tensors.get("bias"), gated=True, out_scale=out_scale)
         return out
 
     @abstractmethod

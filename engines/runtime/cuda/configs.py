@@ -29,6 +29,10 @@ class Configs:
             raise EngineError(f"the plan has no kernel for {op} {shape or ''}", "Build the engine again.")
         return next((config for most, config in entries if tokens <= most), entries[-1][1])
 
+    def has(self, op: str, shape: str) -> bool:
+        """Whether the table has an entry of that shape."""
+        return (op, shape) in self._table
+
     def linear(self, op: Linear, tokens: int) -> KernelConfig:
         return self.of("linear", tokens, linear_shape(op))
 

@@ -9,8 +9,8 @@ Neighbours are bound together, so that a decode step has up to three kernels les
 * an attention with the RoPE before it, for few decoding rows (``kernels/attention_rope``, where the KernelTable says
   so; prefill rows need rotated queries and keys in memory first). The norm before that layer's qkv linear is then the
   fence that early reads of the cache need;
-* a gate_up linear with its activation, where the linear runs as GEMV: it stores silu(gate) * up itself (int8 per token
-  then takes ``kernels/quantize``, as a row's scale needs the whole row);
+* a gate_up linear with its activation, where the linear runs as GEMV or mm: it stores silu(gate) * up itself
+  (``kernels/linear/gate_up``);
 * with a quantization that alone reads it, where attention kernels can do that themselves (fp8 static, pre_quant_scale,
   and for pure decode steps int8 groups).
 """
@@ -40,8 +40,8 @@ from engines.kernels import (
 )
 from engines.kernels.jit import ActQuant as Mode
 from engines.kernels.jit import next_pow2
+from engines.kernels.linear.gate_up import Activation, launch_gate_up
 from engines.kernels.linear.impls import IMPLS
-from engines.kernels.linear.natural import NaturalLinear
 from engines.plan import Plan
 from engines.program import (
     ActQuant,
@@ -201,24 +201,16 @@ class Binder:
         """A gate_up linear and its activation: one kernel (and a quantization) at the step sizes where it can be."""
         codes, rows, packed, impl = self.codes(silu.quant), self.arena.rows, self.weights.linear(op), IMPLS[
             self.plan.choice(op).impl]
-        linear, activation, static = self._linear(op), self._silu(silu), self.static_scale(op)
-        possible = (isinstance(impl, NaturalLinear) and codes.pre_quant_scale is None and silu.activation == "silu"
-                    and codes.mode in (Mode.NONE, Mode.FP8_STATIC, Mode.INT8_TOKEN))
+        static, workspace = self.static_scale(op), self.arena.workspace
+        activation = Activation(silu.activation, codes.mode, codes.group, codes.input_scale, codes.pre_quant_scale)
 
         def run(shape: Shape) -> None:
             t = shape.tokens
-            config = self.configs.linear(op, t)
-            if not (possible and isinstance(impl, NaturalLinear) and impl.gates(config)):
-                linear(shape)
-                activation(shape)
-                return
-            apart = codes.mode is Mode.INT8_TOKEN  # the row waits where gate_up would have been
-            target = rows.of(op.out, t).view(-1)[:t * silu.width].view(t, -1) if apart else rows.of(silu.out, t)
-            impl.launch_gated(rows.of(op.x, t), packed, config, target,
-                              x_scale=rows.scales(op.x, t) if static is None else static, out_scale=codes.input_scale)
-            if apart:
-                quantize.launch(target, rows.of(silu.out, t), self.configs.of("quantize", t, f"n={silu.width}"),
-                                quant=codes.mode, scales=rows.scales(silu.out, t))
+            launch_gate_up(impl, rows.of(op.x, t), packed, self.configs.linear(op, t), rows.of(op.out, t),
+                           rows.of(silu.out, t), activation, x_scale=rows.scales(op.x, t) if static is None else static,
+                           scales=rows.scales(silu.out, t), workspace=workspace,
+                           silu_config=self.configs.of("silu_mul", t, silu_shape(silu)),
+                           quantize_config=self.configs.of("quantize", t, f"n={silu.width}"))
         return run
 
     def _attention(self, op: Attention, rope: RopeKV | None, quant: Quantize | None) -> Run:
@@ -274,12 +266,14 @@ class Binder:
         k_scale, v_scale = self.cache.scale(op.layer)
         span = slice(shape.decodes, shape.rows)
         tables: torch.Tensor | None = step.tables[span]
+        kernel = "tile"
         if (fresh := self._fresh(shape)) is not None:
             (keys, values), tables = fresh, None
+            kernel = "rows" if self.configs.has("attention_prefill", "rows") else kernel
         attention_prefill.launch(rows.of(op.q, t).view(t, op.heads, op.head_dim), keys, values, tables,
                                  self.arena.record.cu_seqlens(shape.decodes, shape.prefills), step.seq_lens[span],
                                  shape.longest, rows.of(target, t),
-                                 self.configs.of("attention_prefill", shape.longest), sm_scale=op.factor,
+                                 self.configs.of("attention_prefill", shape.longest, kernel), sm_scale=op.factor,
                                  softcap=op.softcap or 0.0, window=op.window,
                                  k_scale=k_scale, v_scale=v_scale, pre_quant_scale=codes.pre_quant_scale,
                                  quant=codes.mode, input_scale=codes.input_scale)
