@@ -12,7 +12,17 @@ from collections.abc import Iterator, Sequence
 from calib.scheme import Grid
 from engines.build.gpu_linears import activation_mode
 from engines.build.impls import group_of
-from engines.kernels import attention_decode, attention_prefill, embedding, norm, quantize, rope_kv, sample, silu_mul
+from engines.kernels import (
+    attention_decode,
+    attention_prefill,
+    embedding,
+    norm,
+    quantize,
+    read_ahead,
+    rope_kv,
+    sample,
+    silu_mul,
+)
 from engines.kernels.impl import DeviceFacts, KernelConfig
 from engines.kernels.jit import ActQuant as Mode
 from engines.models.facts import ModelFacts
@@ -62,6 +72,7 @@ def _defaults(facts: ModelFacts, program: Program, block_size: int, kv: Grid, de
         decode = attention_decode.candidates(facts.head_dim, block_size, kv_bytes, device, deterministic=deterministic,
                                              batch=batch)
         yield entry("attention_decode", "split", most, decode[0])
+    yield entry("read_ahead", "weights", MOST_TOKENS, read_ahead.candidates(device)[0])
     gqa = facts.num_heads // facts.num_kv_heads
     yield from _prefill("tile", attention_prefill.candidates(facts.head_dim, gqa, kv_bytes, device), deterministic)
     rows = [] if deterministic or kv.quantized else attention_prefill.rows_candidates(facts.head_dim, gqa, device)

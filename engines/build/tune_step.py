@@ -29,7 +29,7 @@ from engines.build.impls import group_of
 from engines.build.kernel_table import entry, mode_of, silu_shape
 from engines.build.plan_gpu import workspace_bytes
 from engines.build.weights import linear_key, stored_names
-from engines.kernels import attention_decode, norm, quantize, silu_mul
+from engines.kernels import attention_decode, norm, quantize, read_ahead, silu_mul
 from engines.kernels.compile_ahead import collect, compile_variants
 from engines.kernels.impl import KernelConfig
 from engines.plan import KernelChoice, Plan, linear_shape
@@ -49,6 +49,8 @@ SECONDS = {"quick": 16.0, "full": 80.0}
 CONTEXT = 160
 #: Attention must also be good here: step size -> context.
 LONG = {1: 4096, 8: 4096, 32: 2048, 128: 1024}
+#: Up to this many sequences attention has idle programs.
+READ_AHEAD = 32
 LAYERS = 4
 #: A change must be worth this much.
 GAIN = 0.997
@@ -180,6 +182,8 @@ def sites(plan: Plan, tops: Mapping[str, Ordered[KernelConfig]], size: int, mode
     kv_bytes = 1 if plan.kv.quantized else 2
     found = [Site("attention_decode", "split", tuple(attention_decode.candidates(
         model.head_dim, plan.limits.block_size, kv_bytes, facts, batch=size)))]
+    if size <= READ_AHEAD:
+        found.append(Site("read_ahead", "weights", tuple(read_ahead.candidates(facts))))
     for op in {silu_shape(op): op for op in plan.program.ops if isinstance(op, GatedSilu)}.values():
         grid = None if op.quant is None else op.quant.grid
         found.append(Site("silu_mul", silu_shape(op), tuple(silu_mul.candidates(

@@ -8,7 +8,8 @@ elements a sequence; the time floor is those bytes over the memory bandwidth.
 K and V are read once for all of them.
 
 **Work items.** ``attention_plan`` cuts every context into items of near-equal length, on the device. The grid is fixed
-(kv heads x item capacity); programs beyond the plan's item count return at once.
+(kv heads x item capacity); programs beyond the plan's item count bring the next weights into L2 (``read_ahead``)
+and return.
 
 **Partials.** The online softmax of an item (base 2: scores carry log2(e)) leaves, per row, m = running maximum,
 l = sum of 2^(s - m) and acc = sum of 2^(s - m) v. A sequence of one item writes acc / l straight to the output: short
@@ -38,6 +39,8 @@ from engines.kernels.attention_twin import attend_twin, gather_cache
 from engines.kernels.impl import DeviceFacts, KernelConfig
 from engines.kernels.jit import INTERPRETED, ActQuant, gdc_launch, gdc_wait, launch_options, next_pow2
 from engines.kernels.quantize import check_act, store_act_twin
+from engines.kernels.read_ahead import ReadAhead, read_ahead
+from engines.kernels.read_ahead import arguments as read_ahead_arguments
 from engines.kernels.rope_kv import check_cache
 
 
@@ -67,20 +70,26 @@ def finish_item(m, total, acc, item, split, splits, sequence, kv_head, row, dims
                       num_kv_heads, QUERY_LEN, GQA, HEAD_DIM, CHUNK, QUANT, GROUP)
 
 
-@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["table_ptr"])
+@triton.jit(do_not_specialize=["table_stride", "next_chunks", "after_chunks"],
+            do_not_specialize_on_alignment=["table_ptr", "next_ptr", "after_ptr"])
 def decode_kernel(q_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, acc_ptr, stats_ptr, counter_ptr, k_scale_ptr, v_scale_ptr,
-                  out_ptr, scales_ptr, input_scale_ptr, pre_quant_ptr, sm_scale, table_stride, out_stride, num_groups,
-                  num_kv_heads, QUERY_LEN: tl.constexpr, GQA: tl.constexpr, HEAD_DIM: tl.constexpr,
-                  BLOCK_D: tl.constexpr, ROWS: tl.constexpr, LIVE2: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-                  TILE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, MERGE: tl.constexpr,
-                  CHUNK: tl.constexpr, QUANT: tl.constexpr, GROUP: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr
-                  ) -> None:
+                  out_ptr, scales_ptr, input_scale_ptr, pre_quant_ptr, next_ptr, next_chunks, after_ptr, after_chunks,
+                  sm_scale, table_stride, out_stride, num_groups, num_kv_heads, QUERY_LEN: tl.constexpr,
+                  GQA: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
+                  LIVE2: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
+                  SOFTCAP: tl.constexpr, MERGE: tl.constexpr, CHUNK: tl.constexpr, QUANT: tl.constexpr,
+                  GROUP: tl.constexpr, EXACT: tl.constexpr, AHEAD: tl.constexpr, THREADS: tl.constexpr,
+                  PDL: tl.constexpr) -> None:
     """One program a (kv head, item). LIVE2 >= query_len * GQA rows are merged, ROWS >= 16 of them are attended."""
     kv_head = tl.program_id(0)
     item = tl.program_id(1)
     gdc_launch(PDL)
     gdc_wait(PDL)
     items, sequence, begin, end, seq_len, split, splits = load_item(plan_ptr, item)
+    if AHEAD and item >= items:
+        read_ahead(next_ptr, next_chunks, after_ptr, after_chunks, (item - items) * num_kv_heads + kv_head,
+                   (tl.num_programs(1) - items) * num_kv_heads, THREADS)
+        return
     if item < items:
         LIVE: tl.constexpr = QUERY_LEN * GQA
         row = tl.arange(0, ROWS)
@@ -174,7 +183,8 @@ def launch(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_
            out: torch.Tensor, config: KernelConfig, *, sm_scale: float, softcap: float = 0.0,
            k_scale: torch.Tensor | None = None, v_scale: torch.Tensor | None = None,
            pre_quant_scale: torch.Tensor | None = None, quant: ActQuant = ActQuant.NONE, group: int = 0,
-           input_scale: torch.Tensor | None = None, scales: torch.Tensor | None = None) -> torch.Tensor:
+           input_scale: torch.Tensor | None = None, scales: torch.Tensor | None = None, ahead: ReadAhead | None = None
+           ) -> torch.Tensor:
     """Fill ``out`` [batch * query_len, num_heads * head_dim] for the lengths that ``make_plan`` saw.
 
     ``q`` [batch * query_len, num_heads, head_dim], tokens of a sequence adjacent; ``block_table`` [batch, blocks]
@@ -190,12 +200,13 @@ def launch(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_
     num_groups = num_heads * head_dim // group if group else 0
     common = {"QUERY_LEN": work.query_len, "GQA": gqa, "HEAD_DIM": head_dim, "BLOCK_D": block_d, "QUANT": int(quant),
               "GROUP": group}
+    *following, wanted = read_ahead_arguments(ahead, config, q)
     decode_kernel[(num_kv_heads, work.capacity)](
         q, k_cache, v_cache, block_table, work.plan, work.acc, work.stats, work.counters, k_scale, v_scale, out, scales,
-        input_scale, pre_quant_scale, sm_scale, block_table.stride(0), out.stride(0), num_groups,
-        num_kv_heads, ROWS=max(16, next_pow2(live)), LIVE2=next_pow2(live), BLOCK_SIZE=block_size, TILE=config["TILE"],
-        WINDOW=work.window, SOFTCAP=softcap, MERGE=config["MERGE"], EXACT=INTERPRETED,
-        CHUNK=merge_chunk(live, block_d), **common, **options)
+        input_scale, pre_quant_scale, *following, sm_scale, block_table.stride(0), out.stride(0), num_groups,
+        num_kv_heads, AHEAD=wanted, THREADS=32 * config.num_warps if wanted else 0, ROWS=max(16, next_pow2(live)),
+        LIVE2=next_pow2(live), BLOCK_SIZE=block_size, TILE=config["TILE"], WINDOW=work.window, SOFTCAP=softcap,
+        MERGE=config["MERGE"], EXACT=INTERPRETED, CHUNK=merge_chunk(live, block_d), **common, **options)
     if not config["MERGE"]:
         launch_merge(work, num_kv_heads, live, v_scale, out, scales, input_scale, pre_quant_scale, num_groups, common,
                      options)

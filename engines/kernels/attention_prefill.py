@@ -208,8 +208,8 @@ def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_table: torch
             q, k, v, k_desc, v_desc, block_table, cu_seqlens_q, seq_lens, k_scale, v_scale, out, input_scale,
             pre_quant_scale, sm_scale, 0 if block_table is None else block_table.stride(0),
             0 if block_size else k.stride(0), out.stride(0), num_kv_heads, GQA=gqa, HEAD_DIM=head_dim,
-            BLOCK_D=next_pow2(head_dim), ROWS=config["ROWS"], TILE=config["TILE"], BLOCK_SIZE=block_size, WINDOW=window, SOFTCAP=softcap, QUANT=int(quant),
-            EXACT=INTERPRETED, **options)
+            BLOCK_D=next_pow2(head_dim), ROWS=config["ROWS"], TILE=config["TILE"], BLOCK_SIZE=block_size,
+            WINDOW=window, SOFTCAP=softcap, QUANT=int(quant), EXACT=INTERPRETED, **options)
     return out
 
 

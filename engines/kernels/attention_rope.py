@@ -8,6 +8,7 @@ of it waiting: a kernel boundary, then plan, block table, keys and values, each 
 * what the step's own token adds never goes through memory: its key and value are taken from the qkv row, rotated in
   registers, rounded as the cache rounds them, and stand as the first entry of the online softmax. They are stored to
   the cache beside that, by the program of the context's last item;
+* programs without an item bring the next weights into L2 (``read_ahead``);
 * everything else that attention reads was written long before. With EARLY, plan, table, cos/sin and the item's first
   tile of keys and values are asked for *before* PDL's wait, while the qkv linear still runs. What remains after the
   wait is q, a dot, a softmax, a dot.
@@ -38,6 +39,8 @@ from engines.kernels.attention_step import attend, attention_step, capped, load_
 from engines.kernels.impl import KernelConfig
 from engines.kernels.jit import INTERPRETED, ActQuant, gdc_launch, gdc_wait, launch_options, next_pow2
 from engines.kernels.quantize import check_act
+from engines.kernels.read_ahead import ReadAhead, read_ahead
+from engines.kernels.read_ahead import arguments as read_ahead_arguments
 from engines.kernels.rope_kv import check_cache, to_cache
 
 
@@ -50,14 +53,17 @@ def _rotated(x_ptr, dims, cos, sin, mask, HALF: tl.constexpr) -> tl.tensor:
     return x * cos + y * sin
 
 
-@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["table_ptr"])
+@triton.jit(do_not_specialize=["table_stride", "next_chunks", "after_chunks"],
+            do_not_specialize_on_alignment=["table_ptr", "next_ptr", "after_ptr"])
 def rope_decode_kernel(qkv_ptr, cos_sin_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, acc_ptr, stats_ptr, counter_ptr,
-                       k_scale_ptr, v_scale_ptr, out_ptr, scales_ptr, input_scale_ptr, pre_quant_ptr, sm_scale,
-                       qkv_stride, table_stride, out_stride, num_groups, num_kv_heads, QUERY_LEN: tl.constexpr,
+                       k_scale_ptr, v_scale_ptr, out_ptr, scales_ptr, input_scale_ptr, pre_quant_ptr, next_ptr,
+                       next_chunks, after_ptr, after_chunks, sm_scale, qkv_stride, table_stride, out_stride,
+                       num_groups, num_kv_heads, QUERY_LEN: tl.constexpr,
                        GQA: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
                        LIVE2: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
                        SOFTCAP: tl.constexpr, MERGE: tl.constexpr, CHUNK: tl.constexpr, QUANT: tl.constexpr,
-                       GROUP: tl.constexpr, EXACT: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr) -> None:
+                       GROUP: tl.constexpr, EXACT: tl.constexpr, AHEAD: tl.constexpr, THREADS: tl.constexpr,
+                       PDL: tl.constexpr, EARLY: tl.constexpr) -> None:
     """One program a (kv head, item)."""
     HALF: tl.constexpr = HEAD_DIM // 2
     kv_head = tl.program_id(0)
@@ -67,6 +73,10 @@ def rope_decode_kernel(qkv_ptr, cos_sin_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, 
         gdc_wait(PDL)
     items, sequence, begin, end, seq_len, split, splits = load_item(plan_ptr, item)
     mine = item < items
+    if AHEAD and not mine:
+        read_ahead(next_ptr, next_chunks, after_ptr, after_chunks, (item - items) * num_kv_heads + kv_head,
+                   (tl.num_programs(1) - items) * num_kv_heads, THREADS)
+        return
     sequence = tl.where(mine, sequence, 0)  # a row beyond the list may name anything
     last = tl.where(mine, seq_len - 1, -1)
     cached_end = tl.minimum(end, last)
@@ -143,7 +153,7 @@ def launch(qkv: torch.Tensor, cos_sin: torch.Tensor, k_cache: torch.Tensor, v_ca
            early: bool = False, softcap: float = 0.0, k_scale: torch.Tensor | None = None,
            v_scale: torch.Tensor | None = None, pre_quant_scale: torch.Tensor | None = None,
            quant: ActQuant = ActQuant.NONE, group: int = 0, input_scale: torch.Tensor | None = None,
-           scales: torch.Tensor | None = None) -> torch.Tensor:
+           scales: torch.Tensor | None = None, ahead: ReadAhead | None = None) -> torch.Tensor:
     """Fill ``out`` [batch, heads * head_dim] and the caches at each sequence's last position, for the lengths (new
     token included) that ``make_plan`` saw. Configs are ``attention_decode.candidates``'; ``early``: see the module.
 
@@ -162,12 +172,14 @@ def launch(qkv: torch.Tensor, cos_sin: torch.Tensor, k_cache: torch.Tensor, v_ca
     num_groups = num_heads * head_dim // group if group else 0
     common: dict[str, Any] = {"QUERY_LEN": 1, "GQA": gqa, "HEAD_DIM": head_dim, "BLOCK_D": block_d,
                               "QUANT": int(quant), "GROUP": group}
+    *following, wanted = read_ahead_arguments(ahead, config, qkv)
     rope_decode_kernel[(num_kv_heads, work.capacity)](
         qkv, cos_sin, k_cache, v_cache, block_table, work.plan, work.acc, work.stats, work.counters, k_scale, v_scale,
-        out, scales, input_scale, pre_quant_scale, sm_scale, qkv.stride(0), block_table.stride(0), out.stride(0),
-        num_groups, num_kv_heads, ROWS=max(16, next_pow2(gqa)), LIVE2=next_pow2(gqa), BLOCK_SIZE=block_size,
-        TILE=config["TILE"], WINDOW=work.window, SOFTCAP=softcap, MERGE=config["MERGE"], EXACT=INTERPRETED,
-        EARLY=early and config.pdl, CHUNK=merge_chunk(gqa, block_d), **common, **options)
+        out, scales, input_scale, pre_quant_scale, *following, sm_scale, qkv.stride(0), block_table.stride(0),
+        out.stride(0), num_groups, num_kv_heads, ROWS=max(16, next_pow2(gqa)), LIVE2=next_pow2(gqa),
+        BLOCK_SIZE=block_size, TILE=config["TILE"], WINDOW=work.window, SOFTCAP=softcap, MERGE=config["MERGE"],
+        EXACT=INTERPRETED, EARLY=early and config.pdl, AHEAD=wanted, THREADS=32 * config.num_warps if wanted else 0,
+        CHUNK=merge_chunk(gqa, block_d), **common, **options)
     if not config["MERGE"]:
         launch_merge(work, num_kv_heads, gqa, v_scale, out, scales, input_scale, pre_quant_scale, num_groups, common,
                      options)

@@ -117,6 +117,18 @@ def tanh(x) -> tl.tensor:
 
 
 @triton.jit
+def silu(x) -> tl.tensor:
+    """x * sigmoid(x), float32. The divisor is at least 1, so the fast reciprocal (1 ulp, inf -> 0) needs no care."""
+    divisor = 1.0 + tl.exp2(x * -1.4426950408889634)
+    if _INTERPRETED:
+        inverse = 1.0 / divisor
+    else:
+        inverse = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [divisor], dtype=tl.float32,
+                                            is_pure=True, pack=1)
+    return x * inverse
+
+
+@triton.jit
 def round_even(x) -> tl.tensor:
     """Round to nearest, ties to even, for |x| < 2**22: adding 1.5 * 2**23 leaves no fraction bits in a float32."""
     return (x + 12582912.0) - 12582912.0

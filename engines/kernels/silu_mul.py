@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from engines.kernels.impl import DeviceFacts, KernelConfig
-from engines.kernels.jit import ActQuant, gdc_launch, gdc_wait, launch_options, next_pow2, store_act, tanh
+from engines.kernels.jit import ActQuant, gdc_launch, gdc_wait, launch_options, next_pow2, silu, store_act, tanh
 from engines.kernels.quantize import check_act, store_act_twin
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
@@ -40,7 +40,7 @@ def silu_mul_kernel(x_ptr, pre_quant_ptr, out_ptr, scales_ptr, input_scale_ptr, 
     gate = tl.load(base, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(base + inter, mask=mask, other=0.0).to(tl.float32)
     if ACT == 0:
-        y = gate / (1.0 + tl.exp(-gate)) * up
+        y = silu(gate) * up
     else:
         y = 0.5 * gate * (1.0 + tanh(0.7978845608028654 * (gate + 0.044715 * gate * gate * gate))) * up
     if pre_quant_ptr is not None:

@@ -7,6 +7,7 @@ import torch
 
 from engines.kernels import attention_plan, attention_rope, norm, quantize
 from engines.kernels.jit import ActQuant
+from engines.kernels.read_ahead import ReadAhead
 from tests.kernels.attention_cases import BALANCED, FIXED, SEPARATE, WIDE, problem
 
 LENS = [1, 0, 16, 17, 2, 70, 33, 0, 128, 15]
@@ -102,11 +103,13 @@ def test_early_reads_in_a_captured_chain(device, judge):
     seq_lens = torch.ones(batch, dtype=torch.int32, device=device)
     work = attention_plan.workspace(batch, 700, heads, kv_heads, dim, config, device)
     row = norm.candidates(width, _facts())[0]
+    ahead = ReadAhead([torch.ones(5 << 20, device=device), torch.ones(9 << 20, device=device)], 30 << 20)
 
     def chain():
         attention_plan.make_plan(seq_lens, work, kv_heads, config)
         norm.launch(x, weight, qkv, row, eps=1e-6, fence=True)
-        attention_rope.launch(qkv, cos_sin, k, v, table, work, out, config, sm_scale=dim**-0.5, early=True)
+        attention_rope.launch(qkv, cos_sin, k, v, table, work, out, config, sm_scale=dim**-0.5, early=True,
+                              ahead=ahead)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         chain()

@@ -11,6 +11,7 @@ POINTERS = {"q_ptr": "*bf16", "table_ptr": "*i32", "plan_ptr": "*i32", "acc_ptr"
             "counter_ptr": "*i32", "cu_q_ptr": "*i32", "seq_lens_ptr": "*i32", "k_scale_ptr": "*fp32",
             "v_scale_ptr": "*fp32", "x_ptr": "*bf16", "residual_ptr": "*bf16", "residual_out_ptr": "*bf16",
             "weight_ptr": "*bf16", "scales_ptr": "*fp32", "input_scale_ptr": "*fp32", "qkv_ptr": "*bf16",
+            "next_ptr": "*i8", "after_ptr": "*i8",
             "cos_sin_ptr": "*fp32", "positions_ptr": "*i64", "slots_ptr": "*i32", "logits_ptr": "*bf16",
             "temperature_ptr": "*fp32", "top_k_ptr": "*i32", "top_p_ptr": "*fp32", "min_p_ptr": "*fp32",
             "seeds_ptr": "*i64", "index_ptr": "*i32", "token_ptr": "*i64", "logprob_ptr": "*fp32", "sm_scale": "fp32",
@@ -31,7 +32,9 @@ def job(kernel, capability, constexprs, *, num_warps=4, num_stages=1, registers=
 HEAD = {"GQA": 4, "HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_SIZE": 16, "TILE": 64, "WINDOW": 0, "SOFTCAP": 0.0,
         "QUANT": 0,
         "EXACT": False, "pre_quant_ptr": None, "input_scale_ptr": None}
-DECODE = HEAD | {"QUERY_LEN": 1, "ROWS": 16, "LIVE2": 4, "MERGE": 1, "CHUNK": 16, "GROUP": 0, "scales_ptr": None}
+AHEAD = {"AHEAD": True, "THREADS": 128}
+DECODE = HEAD | AHEAD | {"QUERY_LEN": 1, "ROWS": 16, "LIVE2": 4, "MERGE": 1, "CHUNK": 16, "GROUP": 0,
+                         "scales_ptr": None}
 UNSCALED = {"k_scale_ptr": None, "v_scale_ptr": None}
 NO_ROWS = {"k_desc": None, "v_desc": None}
 ROW = {"pre_quant_ptr": None, "rows_ptr": None, "BLOCK": 4096, "FENCE": True}
@@ -40,8 +43,8 @@ JOBS = {
     "decode bf16": job(attention_decode.decode_kernel, 90, DECODE | UNSCALED, num_stages=3, k_ptr="*bf16",
                        v_ptr="*bf16",
                        out_ptr="*bf16"),
-    "decode bf16 sm_80": job(attention_decode.decode_kernel, 80, DECODE | UNSCALED, num_stages=3, k_ptr="*bf16",
-                             v_ptr="*bf16", out_ptr="*bf16"),
+    "decode bf16 sm_80": job(attention_decode.decode_kernel, 80, DECODE | UNSCALED | {"AHEAD": False}, num_stages=3,
+                             k_ptr="*bf16", v_ptr="*bf16", out_ptr="*bf16"),
     "decode fp8": job(attention_decode.decode_kernel, 90, DECODE, num_stages=3, k_ptr="*fp8e4nv", v_ptr="*fp8e4nv",
                       out_ptr="*bf16"),
     "rope decode bf16": job(attention_rope.rope_decode_kernel, 90, ROPE | UNSCALED | {"TILE": 128}, num_stages=3,

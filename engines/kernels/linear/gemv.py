@@ -37,7 +37,7 @@ import triton
 import triton.language as tl
 
 from engines.kernels.impl import KernelConfig
-from engines.kernels.jit import HAS_ASM, dp4a, gdc_launch, gdc_wait, launch_options, next_pow2, to_fp8
+from engines.kernels.jit import HAS_ASM, dp4a, gdc_launch, gdc_wait, launch_options, next_pow2, silu, to_fp8
 
 MAX_ROWS = 4
 UNIT = {"float": 1, "int8": 4, "int8_weight": 4, "fp8": 8}
@@ -175,7 +175,7 @@ def _inputs(rows, start, k, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr):
 def _store_gated(total, out_scale_ptr, out_ptr, first, token, m, inter, ROWS: tl.constexpr, HALF: tl.constexpr) -> None:
     """Sums [ROWS, gate rows then up rows] -> silu(gate) * up in columns ``first`` ... of out [m, inter]."""
     gate, up = tl.split(tl.permute(tl.reshape(total, (ROWS, 2, HALF)), (0, 2, 1)))
-    y = gate / (1.0 + tl.exp(-gate)) * up
+    y = silu(gate) * up
     column = first + tl.arange(0, HALF)
     at = out_ptr + token[:, None] * inter + column[None, :]
     mask = (token < m)[:, None] & (column < inter)[None, :]

@@ -25,14 +25,14 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from engines.kernels.impl import KernelConfig
-from engines.kernels.jit import gdc_launch, gdc_wait, launch_options, to_fp8
+from engines.kernels.jit import gdc_launch, gdc_wait, launch_options, silu, to_fp8
 
 
 @triton.jit
-def _scaled(acc, first_token, first_row, w_scale_ptr, x_scale_ptr, bias_ptr, m, n, KIND: tl.constexpr,
-            BLOCK_M: tl.constexpr, COLS: tl.constexpr, PER_TOKEN: tl.constexpr, HAS_BIAS: tl.constexpr) -> tl.tensor:
-    """Weight rows ``first_row ...`` of a tile with their scales and bias, fp32; beyond the ends the last one's."""
-    row = tl.minimum(first_row + tl.arange(0, COLS), n - 1)
+def _scaled(acc, first_token, row, w_scale_ptr, x_scale_ptr, bias_ptr, m, n, KIND: tl.constexpr,
+            BLOCK_M: tl.constexpr, PER_TOKEN: tl.constexpr, HAS_BIAS: tl.constexpr) -> tl.tensor:
+    """A tile of weight rows ``row`` with their scales and bias, fp32; beyond the ends stands the last one's."""
+    row = tl.minimum(row, n - 1)
     token = tl.minimum(first_token + tl.arange(0, BLOCK_M), m - 1)
     y = acc.to(tl.float32)
     if KIND == "int8" or KIND == "fp8":
@@ -68,27 +68,30 @@ def mm_kernel(x_desc, w_desc, out_desc, w_scale_ptr, x_scale_ptr, bias_ptr, out_
             else:
                 w = w_desc.load([first_row, step * BLOCK_K])
             acc = tl.dot(x, w.T, acc, out_dtype=acc.dtype)
-        if EPILOGUE == 1 and not GATED:
-            y = _scaled(acc, first_token, first_row, w_scale_ptr, x_scale_ptr, bias_ptr, m, n, KIND, BLOCK_M, COLS,
-                        PER_TOKEN, HAS_BIAS)
+        if GATED:
+            local = tl.arange(0, BLOCK_N)
+            row = first_row + local % COLS + local // COLS * (n // 2)
+            y = _scaled(acc, first_token, row, w_scale_ptr, x_scale_ptr, bias_ptr, m, n, KIND, BLOCK_M, PER_TOKEN,
+                        HAS_BIAS)
+            gate, up = tl.split(tl.permute(tl.reshape(y, (BLOCK_M, 2, COLS)), (0, 2, 1)))
+            y = silu(gate) * up
+            if out_desc.dtype == tl.float8e4nv:
+                y = to_fp8(y * (1.0 / tl.load(out_scale_ptr)))
+            out_desc.store([first_token, first_row], y.to(out_desc.dtype))
+        elif EPILOGUE == 1:
+            row = first_row + tl.arange(0, COLS)
+            y = _scaled(acc, first_token, row, w_scale_ptr, x_scale_ptr, bias_ptr, m, n, KIND, BLOCK_M, PER_TOKEN,
+                        HAS_BIAS)
             out_desc.store([first_token, first_row], y.to(out_desc.dtype))
         else:
+            row = first_row + tl.arange(0, COLS)
             left, right = tl.split(tl.permute(tl.reshape(acc, (BLOCK_M, 2, COLS)), (0, 2, 1)))
-            y = _scaled(left, first_token, first_row, w_scale_ptr, x_scale_ptr, bias_ptr, m, n, KIND, BLOCK_M, COLS,
+            y = _scaled(left, first_token, row, w_scale_ptr, x_scale_ptr, bias_ptr, m, n, KIND, BLOCK_M, PER_TOKEN,
+                        HAS_BIAS)
+            out_desc.store([first_token, first_row], y.to(out_desc.dtype))
+            y = _scaled(right, first_token, row + COLS, w_scale_ptr, x_scale_ptr, bias_ptr, m, n, KIND, BLOCK_M,
                         PER_TOKEN, HAS_BIAS)
-            if GATED:
-                up = _scaled(right, first_token, n // 2 + first_row, w_scale_ptr, x_scale_ptr, bias_ptr, m, n, KIND,
-                             BLOCK_M, COLS, PER_TOKEN, HAS_BIAS)
-                y = y / (1.0 + tl.exp(-y)) * up
-                if out_desc.dtype == tl.float8e4nv:
-                    out_desc.store([first_token, first_row], to_fp8(y * (1.0 / tl.load(out_scale_ptr))))
-                else:
-                    out_desc.store([first_token, first_row], y.to(out_desc.dtype))
-            else:
-                out_desc.store([first_token, first_row], y.to(out_desc.dtype))
-                y = _scaled(right, first_token, first_row + COLS, w_scale_ptr, x_scale_ptr, bias_ptr, m, n, KIND,
-                            BLOCK_M, COLS, PER_TOKEN, HAS_BIAS)
-                out_desc.store([first_token, first_row + COLS], y.to(out_desc.dtype))
+            out_desc.store([first_token, first_row + COLS], y.to(out_desc.dtype))
 
 
 def launch_mm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, config: KernelConfig, kind: str, *,

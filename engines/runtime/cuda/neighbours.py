@@ -39,6 +39,12 @@ def fences(ops: Sequence[Op]) -> dict[str, str]:
     return {op.x: op.out for op in ops if isinstance(op, Linear) and op.x in norms and op.out in rotated}
 
 
+def following_linears(ops: Sequence[Op]) -> dict[str, list[Linear]]:
+    """An attention's output -> the two linears that run next (the output projection and gate_up, in a decoder)."""
+    return {op.out: [later for later in ops[at:] if isinstance(later, Linear)][:2]
+            for at, op in enumerate(ops) if isinstance(op, Attention)}
+
+
 @dataclass(frozen=True, slots=True)
 class Group:
     """An Op, and what it takes in beside itself: an attention RoPE and quantization, a linear its activation."""

@@ -42,6 +42,7 @@ from engines.kernels.jit import ActQuant as Mode
 from engines.kernels.jit import next_pow2
 from engines.kernels.linear.gate_up import Activation, launch_gate_up
 from engines.kernels.linear.impls import IMPLS
+from engines.kernels.read_ahead import ReadAhead
 from engines.plan import Plan
 from engines.program import (
     ActQuant,
@@ -57,7 +58,7 @@ from engines.program import (
 )
 from engines.runtime.cuda.arena import Arena, KVCache
 from engines.runtime.cuda.configs import Configs
-from engines.runtime.cuda.neighbours import attention_groups, fences, kind_of
+from engines.runtime.cuda.neighbours import attention_groups, fences, following_linears, kind_of
 from engines.runtime.cuda.shape import Bound, Run, Shape
 from engines.runtime.cuda.weights import DeviceWeights
 
@@ -82,6 +83,7 @@ class Binder:
             op.out: op.quant for op in plan.program.ops
             if isinstance(op, RMSNorm | AddNorm | GatedSilu | Quantize) and op.quant is not None}
         self._fences = fences(plan.program.ops)
+        self._following = following_linears(plan.program.ops)
         self._binders: dict[type, Callable[[Any], Run]] = {
             Embed: self._embed, RMSNorm: self._norm, AddNorm: self._norm, Linear: self._linear, RopeKV: self._rope_kv,
             Quantize: self._quantize, GatedSilu: self._silu}
@@ -252,13 +254,21 @@ class Binder:
             "sm_scale": op.factor, "softcap": op.softcap or 0.0, "k_scale": k_scale, "v_scale": v_scale,
             "pre_quant_scale": codes.pre_quant_scale,
             "quant": codes.mode, "group": codes.group, "input_scale": codes.input_scale,
-            "scales": rows.scales(target, b) if codes.mode.per_group else None}
+            "scales": rows.scales(target, b) if codes.mode.per_group else None, "ahead": self._ahead(op, b)}
         if rope is not None:
             attention_rope.launch(rows.of(rope.qkv, b), self.weights.cos_sin(rope.local), k_cache, v_cache, tables,
                                   work, rows.of(target, b), config, early=rope.qkv in self._fences.values(), **keys)
             return
         q = rows.of(op.q, b).view(b, op.heads, op.head_dim)
         attention_decode.launch(q, k_cache, v_cache, tables, work, rows.of(target, b), config, **keys)
+
+    def _ahead(self, op: Attention, decodes: int) -> ReadAhead | None:
+        """What an attention's idle programs bring into L2: the weights of the two linears behind it."""
+        if not self.configs.has("read_ahead", "weights"):  # an engine of before
+            return None
+        weights = [max(self.weights.linear(linear).tensors.values(), key=lambda tensor: tensor.nbytes)
+                   for linear in self._following[op.out]]
+        return ReadAhead(weights, self.configs.of("read_ahead", decodes, "weights")["MIB"] << 20)
 
     def _prefill(self, op: Attention, target: str, shape: Shape, codes: Codes) -> None:
         rows, step, t = self.arena.rows, self.arena.step, shape.tokens
