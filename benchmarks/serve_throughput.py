@@ -69,14 +69,18 @@ class Connection:
         host = urlsplit(url)
         return cls(*await asyncio.open_connection(host.hostname, host.port, limit=1 << 20), host.netloc)
 
-    async def completion(self, prompt: list[int], osl: int, stream: bool) -> int:
-        """Tokens of one request, which must be all that were asked for."""
+    def asked(self, prompt: list[int], osl: int, stream: bool) -> bytes:
+        """The bytes of one request."""
         asked = {"model": MODEL, "prompt": prompt, "max_tokens": osl, "temperature": 0, "ignore_eos": True}
         if stream:
             asked |= {"stream": True, "stream_options": {"include_usage": True}}
         data = json.dumps(asked).encode()
-        self._writer.write(f"POST /v1/completions HTTP/1.1\r\nHost: {self._host}\r\nContent-Type: application/json\r\n"
-                           f"Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        return (f"POST /v1/completions HTTP/1.1\r\nHost: {self._host}\r\nContent-Type: application/json\r\n"
+                f"Content-Length: {len(data)}\r\n\r\n").encode() + data
+
+    async def completion(self, asked: bytes, stream: bool) -> int:
+        """Tokens of one request, which must be all that were asked for."""
+        self._writer.write(asked)
         head = (await self._reader.readuntil(b"\r\n\r\n")).decode().lower()
         if " 200 " not in head.partition("\r\n")[0]:
             raise RuntimeError(head)
@@ -105,10 +109,11 @@ async def over_http(url: str, vocab_size: int, counts: list[int], isl: int, osl:
         for way in FLOORS:
             found = rates[count, way] = []
             for repeat in range(repeats + 1):
-                asked = prompts.take(count)
+                asked = [connection.asked(prompt, osl, way == "stream")
+                         for connection, prompt in zip(connections, prompts.take(count), strict=True)]
                 start = time.perf_counter()
-                tokens = await asyncio.gather(*(connection.completion(prompt, osl, way == "stream")
-                                                for connection, prompt in zip(connections, asked, strict=True)))
+                tokens = await asyncio.gather(*(connection.completion(data, way == "stream")
+                                                for connection, data in zip(connections, asked, strict=True)))
                 seconds = time.perf_counter() - start
                 if sum(tokens) != count * osl:
                     raise RuntimeError(f"{sum(tokens)} tokens came, {count * osl} were asked for")

@@ -180,10 +180,11 @@ def sites(plan: Plan, tops: Mapping[str, Ordered[KernelConfig]], size: int, mode
     by less than 1 %. ``tops``: a linear's best configs by shape."""
     facts, model = plan.device.facts, plan.model
     kv_bytes = 1 if plan.kv.quantized else 2
-    found = [Site("attention_decode", "split", tuple(attention_decode.candidates(
-        model.head_dim, plan.limits.block_size, kv_bytes, facts, batch=size)))]
+    found = []
     if size <= READ_AHEAD:
         found.append(Site("read_ahead", "weights", tuple(read_ahead.candidates(facts))))
+    found.append(Site("attention_decode", "split", tuple(attention_decode.candidates(
+        model.head_dim, plan.limits.block_size, kv_bytes, facts, batch=size))))
     for op in {silu_shape(op): op for op in plan.program.ops if isinstance(op, GatedSilu)}.values():
         grid = None if op.quant is None else op.quant.grid
         found.append(Site("silu_mul", silu_shape(op), tuple(silu_mul.candidates(

@@ -15,6 +15,7 @@ from toolkit.serve.faults import ApiError
 from toolkit.serve.gate import load_json
 from toolkit.serve.options import ServeOptions, read_keys
 from toolkit.serve.protocol import ChatRequest, CompletionRequest, validated
+from toolkit.serve.server import _listen
 from toolkit.serve.tools import CallReader, Plan, plan_tools, style_of
 from toolkit.serve.wire import BlockingWire
 
@@ -111,6 +112,14 @@ def test_which_addresses_are_loopback() -> None:
     assert [host for host, its in loopback.items() if its] == ["127.0.0.1", "::1", "localhost"]
     with pytest.raises(ValueError, match="model"):
         ServeOptions(model="a/b")
+
+
+def test_accepted_connections_send_at_once() -> None:
+    """A body behind its head must not wait for the client's delayed acknowledgement (40 ms a request)."""
+    with _listen(ServeOptions(model="m", port=0)) as listener, socket.create_connection(listener.getsockname()):
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_messages_cross_in_order_and_end_with_the_connection() -> None:

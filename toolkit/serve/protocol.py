@@ -9,7 +9,7 @@ accepted at those values only. Extensions: ``ignore_eos``, ``top_k``, ``min_p``,
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import Field, ValidationError
 
@@ -95,9 +95,9 @@ class CompletionRequest(Sampled):
     def prompts(self) -> list[str | list[int]]:
         if isinstance(self.prompt, str):
             return [self.prompt]
-        texts = [one for one in self.prompt if not isinstance(one, int)]
-        ids = [one for one in self.prompt if isinstance(one, int)]
-        return [ids] if ids else list(texts)
+        if self.prompt and isinstance(self.prompt[0], int):  # validated: then all are
+            return [cast("list[int]", self.prompt)]
+        return cast("list[str | list[int]]", self.prompt)
 
     def check(self, options: ServeOptions) -> None:
         super().check(options)

@@ -66,6 +66,8 @@ class Service:
     async def generate(self, prompts: Sequence[list[int]], params: SamplingParams, terms: dict[str, Any]
                        ) -> list[list[Message]]:
         """The ends of all continuations of all prompts, in order. The first fault ends the others."""
+        if len(prompts) == 1:  # a group and a task of its own cost what the request's JSON costs
+            return [await self._one(prompts[0], params, terms)]
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(self._one(prompt, params, terms)) for prompt in prompts]
         return [task.result() for task in tasks]
