@@ -96,7 +96,7 @@ class CompletionRequest(Sampled):
         if isinstance(self.prompt, str):
             return [self.prompt]
         if self.prompt and isinstance(self.prompt[0], int):  # validated: then all are
-            return [cast("list[int]", self.prompt)]
+            return [self.prompt]
         return cast("list[str | list[int]]", self.prompt)
 
     def check(self, options: ServeOptions) -> None:
