@@ -72,7 +72,8 @@ def _defaults(facts: ModelFacts, program: Program, block_size: int, kv: Grid, de
         decode = attention_decode.candidates(facts.head_dim, block_size, kv_bytes, device, deterministic=deterministic,
                                              batch=batch)
         yield entry("attention_decode", "split", most, decode[0])
-    yield entry("read_ahead", "weights", MOST_TOKENS, read_ahead.candidates(device)[0])
+    for batch, most in ((1, 4), (8, MOST_TOKENS)):
+        yield entry("read_ahead", "weights", most, read_ahead.candidates(device, batch)[0])
     gqa = facts.num_heads // facts.num_kv_heads
     yield from _prefill("tile", attention_prefill.candidates(facts.head_dim, gqa, kv_bytes, device), deterministic)
     rows = [] if deterministic or kv.quantized else attention_prefill.rows_candidates(facts.head_dim, gqa, device)

@@ -50,7 +50,7 @@ CONTEXT = 160
 #: Attention must also be good here: step size -> context.
 LONG = {1: 4096, 8: 4096, 32: 2048, 128: 1024}
 #: Up to this many sequences attention has idle programs.
-READ_AHEAD = 32
+READ_AHEAD = 8
 LAYERS = 4
 #: A change must be worth this much.
 GAIN = 0.997
@@ -182,7 +182,7 @@ def sites(plan: Plan, tops: Mapping[str, Ordered[KernelConfig]], size: int, mode
     kv_bytes = 1 if plan.kv.quantized else 2
     found = []
     if size <= READ_AHEAD:
-        found.append(Site("read_ahead", "weights", tuple(read_ahead.candidates(facts))))
+        found.append(Site("read_ahead", "weights", tuple(read_ahead.candidates(facts, size))))
     found.append(Site("attention_decode", "split", tuple(attention_decode.candidates(
         model.head_dim, plan.limits.block_size, kv_bytes, facts, batch=size))))
     for op in {silu_shape(op): op for op in plan.program.ops if isinstance(op, GatedSilu)}.values():

@@ -79,7 +79,7 @@ def decode_kernel(q_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, acc_ptr, stats_ptr, 
                   LIVE2: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
                   SOFTCAP: tl.constexpr, MERGE: tl.constexpr, CHUNK: tl.constexpr, QUANT: tl.constexpr,
                   GROUP: tl.constexpr, EXACT: tl.constexpr, AHEAD: tl.constexpr, THREADS: tl.constexpr,
-                  PDL: tl.constexpr) -> None:
+                  DELAY: tl.constexpr, PDL: tl.constexpr) -> None:
     """One program a (kv head, item). LIVE2 >= query_len * GQA rows are merged, ROWS >= 16 of them are attended."""
     kv_head = tl.program_id(0)
     item = tl.program_id(1)
@@ -88,7 +88,7 @@ def decode_kernel(q_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, acc_ptr, stats_ptr, 
     items, sequence, begin, end, seq_len, split, splits = load_item(plan_ptr, item)
     if AHEAD and item >= items:
         read_ahead(next_ptr, next_chunks, after_ptr, after_chunks, (item - items) * num_kv_heads + kv_head,
-                   (tl.num_programs(1) - items) * num_kv_heads, THREADS)
+                   (tl.num_programs(1) - items) * num_kv_heads, THREADS, DELAY, PDL)
         return
     if item < items:
         LIVE: tl.constexpr = QUERY_LEN * GQA
@@ -200,11 +200,11 @@ def launch(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_
     num_groups = num_heads * head_dim // group if group else 0
     common = {"QUERY_LEN": work.query_len, "GQA": gqa, "HEAD_DIM": head_dim, "BLOCK_D": block_d, "QUANT": int(quant),
               "GROUP": group}
-    *following, wanted = read_ahead_arguments(ahead, config, q)
+    following, how = read_ahead_arguments(ahead, config, q)
     decode_kernel[(num_kv_heads, work.capacity)](
         q, k_cache, v_cache, block_table, work.plan, work.acc, work.stats, work.counters, k_scale, v_scale, out, scales,
         input_scale, pre_quant_scale, *following, sm_scale, block_table.stride(0), out.stride(0), num_groups,
-        num_kv_heads, AHEAD=wanted, THREADS=32 * config.num_warps if wanted else 0, ROWS=max(16, next_pow2(live)),
+        num_kv_heads, **how, ROWS=max(16, next_pow2(live)),
         LIVE2=next_pow2(live), BLOCK_SIZE=block_size, TILE=config["TILE"], WINDOW=work.window, SOFTCAP=softcap,
         MERGE=config["MERGE"], EXACT=INTERPRETED, CHUNK=merge_chunk(live, block_d), **common, **options)
     if not config["MERGE"]:

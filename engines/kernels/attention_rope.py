@@ -63,7 +63,7 @@ def rope_decode_kernel(qkv_ptr, cos_sin_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, 
                        LIVE2: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
                        SOFTCAP: tl.constexpr, MERGE: tl.constexpr, CHUNK: tl.constexpr, QUANT: tl.constexpr,
                        GROUP: tl.constexpr, EXACT: tl.constexpr, AHEAD: tl.constexpr, THREADS: tl.constexpr,
-                       PDL: tl.constexpr, EARLY: tl.constexpr) -> None:
+                       DELAY: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr) -> None:
     """One program a (kv head, item)."""
     HALF: tl.constexpr = HEAD_DIM // 2
     kv_head = tl.program_id(0)
@@ -75,7 +75,7 @@ def rope_decode_kernel(qkv_ptr, cos_sin_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, 
     mine = item < items
     if AHEAD and not mine:
         read_ahead(next_ptr, next_chunks, after_ptr, after_chunks, (item - items) * num_kv_heads + kv_head,
-                   (tl.num_programs(1) - items) * num_kv_heads, THREADS)
+                   (tl.num_programs(1) - items) * num_kv_heads, THREADS, DELAY, PDL)
         return
     sequence = tl.where(mine, sequence, 0)  # a row beyond the list may name anything
     last = tl.where(mine, seq_len - 1, -1)
@@ -172,13 +172,13 @@ def launch(qkv: torch.Tensor, cos_sin: torch.Tensor, k_cache: torch.Tensor, v_ca
     num_groups = num_heads * head_dim // group if group else 0
     common: dict[str, Any] = {"QUERY_LEN": 1, "GQA": gqa, "HEAD_DIM": head_dim, "BLOCK_D": block_d,
                               "QUANT": int(quant), "GROUP": group}
-    *following, wanted = read_ahead_arguments(ahead, config, qkv)
+    following, how = read_ahead_arguments(ahead, config, qkv)
     rope_decode_kernel[(num_kv_heads, work.capacity)](
         qkv, cos_sin, k_cache, v_cache, block_table, work.plan, work.acc, work.stats, work.counters, k_scale, v_scale,
         out, scales, input_scale, pre_quant_scale, *following, sm_scale, qkv.stride(0), block_table.stride(0),
         out.stride(0), num_groups, num_kv_heads, ROWS=max(16, next_pow2(gqa)), LIVE2=next_pow2(gqa),
         BLOCK_SIZE=block_size, TILE=config["TILE"], WINDOW=work.window, SOFTCAP=softcap, MERGE=config["MERGE"],
-        EXACT=INTERPRETED, EARLY=early and config.pdl, AHEAD=wanted, THREADS=32 * config.num_warps if wanted else 0,
+        EXACT=INTERPRETED, EARLY=early and config.pdl, **how,
         CHUNK=merge_chunk(gqa, block_d), **common, **options)
     if not config["MERGE"]:
         launch_merge(work, num_kv_heads, gqa, v_scale, out, scales, input_scale, pre_quant_scale, num_groups, common,

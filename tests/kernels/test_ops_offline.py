@@ -32,7 +32,7 @@ def job(kernel, capability, constexprs, *, num_warps=4, num_stages=1, registers=
 HEAD = {"GQA": 4, "HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_SIZE": 16, "TILE": 64, "WINDOW": 0, "SOFTCAP": 0.0,
         "QUANT": 0,
         "EXACT": False, "pre_quant_ptr": None, "input_scale_ptr": None}
-AHEAD = {"AHEAD": True, "THREADS": 128}
+AHEAD = {"AHEAD": 1, "THREADS": 128, "DELAY": 500}
 DECODE = HEAD | AHEAD | {"QUERY_LEN": 1, "ROWS": 16, "LIVE2": 4, "MERGE": 1, "CHUNK": 16, "GROUP": 0,
                          "scales_ptr": None}
 UNSCALED = {"k_scale_ptr": None, "v_scale_ptr": None}
@@ -43,7 +43,7 @@ JOBS = {
     "decode bf16": job(attention_decode.decode_kernel, 90, DECODE | UNSCALED, num_stages=3, k_ptr="*bf16",
                        v_ptr="*bf16",
                        out_ptr="*bf16"),
-    "decode bf16 sm_80": job(attention_decode.decode_kernel, 80, DECODE | UNSCALED | {"AHEAD": False}, num_stages=3,
+    "decode bf16 sm_80": job(attention_decode.decode_kernel, 80, DECODE | UNSCALED | {"AHEAD": 0}, num_stages=3,
                              k_ptr="*bf16", v_ptr="*bf16", out_ptr="*bf16"),
     "decode fp8": job(attention_decode.decode_kernel, 90, DECODE, num_stages=3, k_ptr="*fp8e4nv", v_ptr="*fp8e4nv",
                       out_ptr="*bf16"),

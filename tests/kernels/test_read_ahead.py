@@ -29,23 +29,24 @@ def test_whole_chunks_in_the_order_of_use(sizes: tuple[int, ...], most: int, chu
 def test_nothing_is_asked_for_before_hopper_or_without_weights() -> None:
     x, weight = torch.empty(4), torch.empty(4 * CHUNK, dtype=torch.uint8)
     pdl = KernelConfig.of("split", pdl=True)
-    assert arguments(None, pdl, x)[-1] is False
-    assert arguments(ReadAhead([weight], CHUNK), KernelConfig.of("split"), x)[-1] is False
-    assert arguments(ReadAhead([weight], 0), pdl, x)[-1] is False
-    pointer, count, other, none, wanted = arguments(ReadAhead([weight], 3 * CHUNK), pdl, x)
-    assert wanted is not INTERPRETED
-    if wanted:
+    plain = KernelConfig.of("split")
+    for ahead, config in ((None, pdl), (ReadAhead([weight], CHUNK), plain), (ReadAhead([weight], 0), pdl)):
+        assert arguments(ahead, config, x)[1]["AHEAD"] == 0
+    (pointer, count, other, none), how = arguments(ReadAhead([weight], 3 * CHUNK, 500), pdl, x)
+    assert how["AHEAD"] == (not INTERPRETED)
+    if how["AHEAD"]:
+        assert (how["THREADS"], how["DELAY"], count, none) == (128, 500, 3, 0)
         assert pointer is weight
-        assert (count, none) == (3, 0)
         assert other is x
     assert [config["MIB"] for config in candidates(ADA)] == [0]
     assert candidates(HOPPER)[0]["MIB"] > 0
+    assert candidates(HOPPER, 8)[0]["MIB"] == 0
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("most", [0, 3 << 20, 64 << 20])
-def test_results_are_the_same_to_the_bit(most: int) -> None:
+@pytest.mark.parametrize(("most", "delay"), [(0, 0), (3 << 20, 0), (64 << 20, 0), (64 << 20, 700)])
+def test_results_are_the_same_to_the_bit(most: int, delay: int) -> None:
     torch.manual_seed(0)
     facts = torch.cuda.get_device_properties(0)
     config = attention_decode.candidates(128, 16, 2, DeviceFacts(
@@ -58,7 +59,7 @@ def test_results_are_the_same_to_the_bit(most: int) -> None:
     attention_plan.make_plan(lens, work, 8, config)
     weights = [torch.ones(size, dtype=torch.uint8, device="cuda") for size in (5_000_001, 30_000_000)]
     found = []
-    for ahead in (None, ReadAhead(weights, most)):
+    for ahead in (None, ReadAhead(weights, most, delay)):
         out = torch.full((1, 4096), float("nan"), device="cuda").bfloat16()
         attention_decode.launch(q, k, v, table, work, out, config, sm_scale=0.1, ahead=ahead)
         found.append(out.clone())

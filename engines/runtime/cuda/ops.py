@@ -268,7 +268,8 @@ class Binder:
             return None
         weights = [max(self.weights.linear(linear).tensors.values(), key=lambda tensor: tensor.nbytes)
                    for linear in self._following[op.out]]
-        return ReadAhead(weights, self.configs.of("read_ahead", decodes, "weights")["MIB"] << 20)
+        config = self.configs.of("read_ahead", decodes, "weights")
+        return ReadAhead(weights, config["MIB"] << 20, config["DELAY"])
 
     def _prefill(self, op: Attention, target: str, shape: Shape, codes: Codes) -> None:
         rows, step, t = self.arena.rows, self.arena.step, shape.tokens
