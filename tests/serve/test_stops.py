@@ -90,7 +90,11 @@ def test_a_hanging_engine_fails_its_requests_turns_health_and_recovers(serve) ->
         assert server.metric("toolkit_engine_up") == 0
     finally:
         os.kill(engine, signal.SIGCONT)
-    until(lambda: httpx.get(f"{server.url}/health").status_code == 200)
+
+    def healthy() -> bool:
+        assert server.process.poll() is None, "".join(server.log)[-5000:]
+        return httpx.get(f"{server.url}/health").status_code == 200
+    until(healthy)
     assert httpx.post(f"{server.url}/v1/completions", json=LONG | {"max_tokens": 3}, timeout=60).status_code == 200
     until(lambda: idle(server))
     log = "".join(server.log)

@@ -7,6 +7,7 @@ there were, so that the front end can tell a slow step from a dead process. The 
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import logging
@@ -82,8 +83,11 @@ class Worker:
                 return
 
     def _dump(self) -> None:
-        """State of every sequence and all threads' stacks, on stderr."""
-        sys.stderr.write(f"engine state: {json.dumps([self._loop.stats(), *self._loop.describe()])}\n")
+        """State of every sequence and all threads' stacks, on stderr; the loop may be at work beneath."""
+        for _ in range(3):
+            with contextlib.suppress(RuntimeError):  # a collection changed while it was read
+                sys.stderr.write(f"engine state: {json.dumps([self._loop.stats(), *self._loop.describe()])}\n")
+                break
         faulthandler.dump_traceback(all_threads=True)
 
     def _take(self) -> None:
@@ -203,7 +207,9 @@ def main(engine: str, descriptor: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C for the whole group is the front end's to handle
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    # The loop's own stack, should it hold the interpreter's lock. Not other threads': the handler would read frames that
+    # run on, which can end the process.
+    faulthandler.register(signal.SIGUSR1, all_threads=False)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s")
     wire = BlockingWire(socket.socket(fileno=int(descriptor)))
     try:
