@@ -11,6 +11,7 @@ import pytest
 
 from toolkit.errors import UsageError
 from toolkit.serve.client import Ticket
+from toolkit.serve.cork import Corked
 from toolkit.serve.faults import ApiError
 from toolkit.serve.gate import load_json
 from toolkit.serve.options import ServeOptions, read_keys
@@ -176,3 +177,38 @@ def test_what_a_slow_reader_has_not_taken_is_one_message_a_continuation() -> Non
     found = asyncio.run(read())
     assert [(one.get("index"), one.get("text"), one.get("finish")) for one in found] == [
         (0, "abc", None), (1, "x", None), (1, "y", None), (0, "de", "stop"), (0, None, None), (1, None, None)]
+
+
+def test_writes_of_one_turn_leave_as_one() -> None:
+    async def run() -> list[bytes]:
+        ours, theirs = socket.socketpair()
+        theirs.setblocking(False)
+        _, writer = await asyncio.open_connection(sock=ours)
+        out, found = Corked(writer.transport), []
+        out.write(b"head ")
+        out.write(bytearray(b"body"))
+        with pytest.raises(BlockingIOError):
+            theirs.recv(100)
+        assert out.get_write_buffer_size() == 9
+        await asyncio.sleep(0)
+        found.append(theirs.recv(100))
+        out.write(b"last")
+        out.close()  # what is written before the end arrives
+        await writer.wait_closed()
+        found += [theirs.recv(100), theirs.recv(100)]
+        theirs.close()
+        return found
+    assert asyncio.run(run()) == [b"head body", b"last", b""]
+
+
+def test_a_cut_connection_sends_nothing_more() -> None:
+    async def run() -> bytes:
+        ours, theirs = socket.socketpair()
+        _, writer = await asyncio.open_connection(sock=ours)
+        out = Corked(writer.transport)
+        out.write(b"never")
+        out.abort()
+        await asyncio.sleep(0.01)
+        with theirs:
+            return theirs.recv(100)
+    assert asyncio.run(run()) == b""

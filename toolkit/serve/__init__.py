@@ -2,6 +2,7 @@
 
     options    what the server is told
     wire       messages between the two processes: length-prefixed JSON over a socket pair, no pickle
+    cork       what one turn of the event loop writes leaves as one send
     worker     the engine process: reads messages, steps the loop, writes events
     client     the front end's side: tickets, aborts, the watchdog
     protocol   requests as records; an unknown field is an error that names it

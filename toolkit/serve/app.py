@@ -48,8 +48,8 @@ Admit = Callable[[Service, Asked, str], Awaitable[Completions | Chat]]
 def make_app(service: Service, cut: Cut) -> FastAPI:
     """The application of one served engine."""
     app = FastAPI(title="toolkit serve", version=VERSION, docs_url=None, redoc_url=None, openapi_url=None)
+    _openai_routes(app, service, cut)  # first, as routes are tried in turn
     _status_routes(app, service)
-    _openai_routes(app, service, cut)
     _text_routes(app, service)
     for path, method, handler in KserveRoutes(service, cut).all():
         app.add_api_route(path, handler, methods=[method])

@@ -14,7 +14,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import uvicorn
 from starlette.types import Scope
@@ -24,6 +24,7 @@ from calib.text import Tokenizer
 from toolkit.errors import UsageError
 from toolkit.serve.app import make_app
 from toolkit.serve.client import EngineClient, EngineProcessError
+from toolkit.serve.cork import Corked
 from toolkit.serve.faults import unavailable
 from toolkit.serve.gate import Gate
 from toolkit.serve.metrics import Metrics
@@ -48,7 +49,7 @@ class _Connections:
 
         class Protocol(H11Protocol):
             def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-                super().connection_made(transport)
+                super().connection_made(cast(asyncio.Transport, Corked(transport)))
                 if self.client is not None:
                     transports[self.client] = transport
 

@@ -22,6 +22,8 @@ import struct
 import threading
 from typing import Any
 
+from toolkit.serve.cork import Corked
+
 _HEADER = struct.Struct(">I")
 #: Bytes of messages that the front end may have waiting before the engine has to: some hundred steps of a full batch.
 _BUFFER = 4 << 20
@@ -69,6 +71,7 @@ class AsyncWire:
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
+        self._out = Corked(writer.transport)
 
     @classmethod
     async def over(cls, end: socket.socket) -> AsyncWire:
@@ -76,7 +79,7 @@ class AsyncWire:
 
     def send(self, message: Message) -> None:
         """Queue a message. The engine reads in a thread of its own, so this never waits long."""
-        self._writer.write(pack(message))
+        self._out.write(pack(message))
 
     async def receive(self) -> Message | None:
         """The next message; None at the end of the connection."""
@@ -87,6 +90,6 @@ class AsyncWire:
             return None
 
     async def close(self) -> None:
-        self._writer.close()
+        self._out.close()
         with contextlib.suppress(ConnectionError):
             await self._writer.wait_closed()

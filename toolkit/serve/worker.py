@@ -207,8 +207,8 @@ def main(engine: str, descriptor: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C for the whole group is the front end's to handle
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     faulthandler.enable()
-    # The loop's own stack, should it hold the interpreter's lock. Not other threads': the handler would read frames that
-    # run on, which can end the process.
+    # The loop's own stack, should it hold the interpreter's lock. Not other threads': the handler would read frames
+    # that run on, which can end the process.
     faulthandler.register(signal.SIGUSR1, all_threads=False)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s engine %(levelname)s %(message)s")
     wire = BlockingWire(socket.socket(fileno=int(descriptor)))
