@@ -223,6 +223,7 @@ class Binder:
         alone = None if quant is None or plain else self._quantize(quant)
         nothing = Codes(Mode.NONE, 0, None, None)
         rotate = None if rope is None else self._rope_kv(rope)
+        following = self._ahead(op)
 
         def run(shape: Shape) -> None:
             itself = shape.decodes > 0 and self._rotates_itself(shape.decodes, rope)
@@ -231,7 +232,7 @@ class Binder:
             fused = quant is not None and (plain or (grouped and not shape.prefills))
             target = quant.out if fused and quant is not None else op.out
             if shape.decodes:
-                self._decode(op, rope if itself else None, target, shape, codes if fused else nothing)
+                self._decode(op, rope if itself else None, target, shape, codes if fused else nothing, following)
             if shape.prefills:
                 self._prefill(op, target, shape, codes if fused else nothing)
             if alone is not None and not fused:
@@ -245,8 +246,13 @@ class Binder:
             self.weights.cos_sin(rope.local).shape[1] == rope.head_dim)
         return whole and bool(self.configs.of("attention_decode", decodes)["FUSED"])
 
-    def _decode(self, op: Attention, rope: RopeKV | None, target: str, shape: Shape, codes: Codes) -> None:
+    def _decode(self, op: Attention, rope: RopeKV | None, target: str, shape: Shape, codes: Codes,
+                following: Sequence[torch.Tensor]) -> None:
         rows, b = self.arena.rows, shape.decodes
+        ahead = None
+        if following:
+            most = self.configs.of("read_ahead", b, "weights")
+            ahead = ReadAhead(following, most["MIB"] << 20, most["DELAY"])
         (k_cache, v_cache), (k_scale, v_scale) = self.cache.layer(op.layer), self.cache.scale(op.layer)
         tables, work, config = self.arena.step.tables[:b], self.arena.attention[b][op.window], self.configs.of(
             "attention_decode", b)
@@ -254,7 +260,7 @@ class Binder:
             "sm_scale": op.factor, "softcap": op.softcap or 0.0, "k_scale": k_scale, "v_scale": v_scale,
             "pre_quant_scale": codes.pre_quant_scale,
             "quant": codes.mode, "group": codes.group, "input_scale": codes.input_scale,
-            "scales": rows.scales(target, b) if codes.mode.per_group else None, "ahead": self._ahead(op, b)}
+            "scales": rows.scales(target, b) if codes.mode.per_group else None, "ahead": ahead}
         if rope is not None:
             attention_rope.launch(rows.of(rope.qkv, b), self.weights.cos_sin(rope.local), k_cache, v_cache, tables,
                                   work, rows.of(target, b), config, early=rope.qkv in self._fences.values(), **keys)
@@ -262,14 +268,13 @@ class Binder:
         q = rows.of(op.q, b).view(b, op.heads, op.head_dim)
         attention_decode.launch(q, k_cache, v_cache, tables, work, rows.of(target, b), config, **keys)
 
-    def _ahead(self, op: Attention, decodes: int) -> ReadAhead | None:
-        """What an attention's idle programs bring into L2: the weights of the two linears behind it."""
+    def _ahead(self, op: Attention) -> list[torch.Tensor]:
+        """What an attention's idle programs bring into L2: the weights of the two linears behind it. Found when the Op
+        is bound: looking a weight up may read it, which a capture does not allow."""
         if not self.configs.has("read_ahead", "weights"):  # an engine of before
-            return None
-        weights = [max(self.weights.linear(linear).tensors.values(), key=lambda tensor: tensor.nbytes)
-                   for linear in self._following[op.out]]
-        config = self.configs.of("read_ahead", decodes, "weights")
-        return ReadAhead(weights, config["MIB"] << 20, config["DELAY"])
+            return []
+        return [max(self.weights.linear(linear).tensors.values(), key=lambda tensor: tensor.nbytes)
+                for linear in self._following[op.out]]
 
     def _prefill(self, op: Attention, target: str, shape: Shape, codes: Codes) -> None:
         rows, step, t = self.arena.rows, self.arena.step, shape.tokens
