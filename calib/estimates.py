@@ -18,8 +18,6 @@ MIB = 1024**2
 #: Share of the memory that is free now which a whole pass may take; above it, calibration goes layer by layer.
 _SHARE = 0.6
 _SCORED_ROWS, _SCORED_LENGTH = 4, 256
-#: glibc takes blocks below 32 MiB from its heap and keeps the holes that they leave; larger ones it gives back.
-_HOLES = 2 * 32 * MIB
 
 
 class Sizes(Frozen):
@@ -54,8 +52,6 @@ def working_bytes(sizes: Sizes, recipe: Recipe, length: int, *, layerwise: bool)
     # A whole model is scored in the heap that its calibration left, and logits do not fit in the holes of a layer's
     # activations: of 43 M parameters 62 MB were still held when scoring took its 112.
     beside = max(scratch, logits) if measured and not layerwise else scratch
-    if not measured and not layerwise:  # of 43 M parameters: 76 to 150 MB for fp8, 120 to 150 for the search of AWQ
-        beside += min(inside, _HOLES) * (2 if recipe.method == "awq_lite" else 1)
     return max(weights + inside + beside, weights + logits, weights + written)
 
 

@@ -18,6 +18,7 @@ from calib.awq import clipped_amax
 from calib.formats.hf import Shards
 from calib.grids import quantize_weight
 from calib.layers import Family, natural_key
+from calib.peak import give_back
 from calib.plan import CalibrationPlan
 from calib.progress import Progress, Report, silent
 from calib.scheme import BF16, Scheme
@@ -33,6 +34,7 @@ def mean_nll(model: nn.Module, tokens: torch.Tensor) -> float:
     total, count = 0.0, 0
     with torch.inference_mode():
         for rows in tokens.split(SCORED_ROWS):
+            give_back()
             logits = model(rows, use_cache=False).logits[:, :-1].float()
             total += functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum").item()
             count += rows[:, 1:].numel()

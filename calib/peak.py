@@ -65,10 +65,12 @@ class AnonymousPeak:
 def release_memory() -> None:
     """Collect what refers to itself (quantized modules do), and give free pages back to the system where glibc can."""
     gc.collect()
-    _trim()
+    give_back()
 
 
-def _trim() -> None:
+def give_back() -> None:
+    """Give the heap's free pages back to the system, where glibc can: what one layer's temporaries leave is not held
+    while the next one's, of other sizes, are made. Milliseconds."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
@@ -81,5 +83,5 @@ def released(tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str,
         yield name, tensor
         passed += tensor.nbytes
         if passed > _TRIM_BYTES:
-            _trim()
+            give_back()
             passed = 0

@@ -25,6 +25,7 @@ from torch import nn
 
 from calib.errors import CalibError, CalibrationDataError
 from calib.layers import scale_shape
+from calib.peak import give_back
 from calib.progress import Progress, Report
 from calib.quantizer_config import activation_attributes, quantizer_config
 from calib.scheme import CODE_MAX, Grid, Scheme
@@ -82,9 +83,13 @@ class _Loop:
         def step(*_: Any) -> None:
             nonlocal done
             done += 1
+            give_back()
             self._report(Progress(stage, done, total, "layer"))
 
         handles = [layer.register_forward_hook(step) for layer in layers]
+        if stage == "search scales":  # each matrix has its own sizes, and makes temporaries for every candidate
+            handles += [module.register_forward_hook(lambda *_: give_back()) for module in model.modules()
+                        if hasattr(module, "awq_lite")]
         try:
             for batch in self._batches:
                 body(batch, use_cache=False)
