@@ -7,6 +7,7 @@ made when a file is opened, so a new home needs no step of its own.
 from __future__ import annotations
 
 import sqlite3
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,6 +45,24 @@ CREATE INDEX IF NOT EXISTS work_by_time ON work(asked);
 """
 
 
+#: How long one process waits for another's use of the file.
+_PATIENCE_S = 30.0
+
+
+def _write_ahead(db: sqlite3.Connection) -> None:
+    """Switch to a write-ahead log. Of processes that open a new file at once one switches, and SQLite tells the others
+    at once that it is locked, whatever they would wait otherwise."""
+    end = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            db.execute("PRAGMA journal_mode=WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if "locked" not in str(error) or time.monotonic() > end:
+                raise
+            time.sleep(0.02)
+
+
 class Database:
     """One connection. Use as a context manager, one per thread or process."""
 
@@ -51,13 +70,13 @@ class Database:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         try:
-            self._db = sqlite3.connect(path, timeout=30, isolation_level=None)
+            self._db = sqlite3.connect(path, timeout=_PATIENCE_S, isolation_level=None)
         except sqlite3.OperationalError as error:
             raise StoreError(f"{path} cannot be opened: {error}", "Check the folder's permissions, or give another "
                              "--home.") from error
         self._db.row_factory = sqlite3.Row
         try:
-            self._db.execute("PRAGMA journal_mode=WAL")
+            _write_ahead(self._db)
             self._db.execute("PRAGMA foreign_keys=ON")
             self._db.executescript(_SCHEMA)
         except sqlite3.OperationalError as error:  # locked, read-only, no space: the file itself may be well

@@ -169,6 +169,7 @@ def test_protected_layers_are_the_measured_ones_and_stay_bf16(model_folder, cali
 
 
 def _quantize_until_killed(model_folder, calibration, choose, out):
+    torch.set_num_threads(1)  # OpenMP's workers do not survive a fork: with more, its first loop would wait for them
     measured, pause = methods.mean_nll, []
 
     def slow(model, tokens):

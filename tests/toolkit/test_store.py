@@ -1,12 +1,14 @@
 """The store: what goes in comes out, names resolve, nothing is silently ambiguous or lost."""
 
 import json
+import multiprocessing
 import sqlite3
 
 import pytest
 
 from calib.artifact_writer import ArtifactWriter
 from evals.report import Verdict
+from toolkit.database import Database
 from toolkit.errors import NoRunError, UsageError
 from toolkit.store import RunStore, StoredRow
 
@@ -165,3 +167,26 @@ def test_children_are_found_by_parent_and_kind(store, tmp_path):
         store.remember(writer.artifact)
     assert {path.name for path in store.children("e" * 64, "eval-report")} == {"a0", "a2"}
     assert store.children("f" * 64, "eval-report") == []
+
+
+def _open_database(path, together, answers):
+    together.wait()
+    try:
+        with Database(path):
+            answers.put("")
+    except Exception as error:
+        answers.put(repr(error))
+
+
+def test_processes_that_open_a_new_store_at_once_all_succeed(tmp_path):
+    """Switching to a write-ahead log fails at once where another process is doing so: one opening in 25 did."""
+    fork = multiprocessing.get_context("fork")
+    for turn in range(15):
+        together, answers = fork.Barrier(6), fork.Queue()
+        opening = [fork.Process(target=_open_database, args=(tmp_path / f"{turn}.db", together, answers))
+                   for _ in range(6)]
+        for process in opening:
+            process.start()
+        assert [answers.get(timeout=60) for _ in opening] == [""] * 6
+        for process in opening:
+            process.join()
