@@ -92,7 +92,10 @@ def write_cells(path: Path | str, cells: Iterable[BenchCell], command: str | Non
 def _command() -> str:
     """The command line, with paths as seen from here: a result speaks of the project, not of one machine's folders."""
     here = f"{Path.cwd()}/"
-    words = (word.replace(here, "") for word in sys.argv)
+    words = [word.replace(here, "") for word in sys.argv]
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    if spec is not None and spec.name.startswith("benchmarks."):
+        words[:1] = ["-m", spec.name]
     return shlex.join(["python", *(Path(word).name if Path(word).is_absolute() else word for word in words)])
 
 

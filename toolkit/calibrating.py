@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from toolkit.errors import UsageError
 from toolkit.options import parse_bytes
 
 Layerwise = Literal["auto", "on", "off"]
@@ -20,5 +21,8 @@ LengthOption = Annotated[int, typer.Option("--length", min=8, help="Tokens of a 
 
 
 def bound_of(memory: str | None) -> int | None:
-    """Bytes of ``--memory``; UsageError when it is no size."""
-    return None if memory is None else parse_bytes(memory)
+    """Bytes of ``--memory``; UsageError when it is no size, or none."""
+    bound = None if memory is None else parse_bytes(memory)
+    if bound == 0:
+        raise UsageError(f"--memory {memory} leaves nothing to calibrate in", "Give a size such as 16GB.")
+    return bound

@@ -35,8 +35,8 @@ def material(shop: Workshop, model: Path, settings: Calibration, seed: int) -> s
     for name in (settings.data, settings.choose):
         if not (Path(name).is_dir() or (shop.home.data / name).is_dir()):
             raise DataMissingError(f"calibrating {model.name} needs text, and {shop.home.data / name} is not there",
-                                   "Run `toolkit data prepare` (with the same --home), or take recipe bf16, which "
-                                   "needs none.")
+                                   "Run `toolkit data prepare` (with the same --home), or build from the model "
+                                   "itself, which needs none.")
     judged = data_folder(shop, "evaluation") if (shop.home.data / "evaluation").is_dir() else None
     return stages.material(shop, model, data_folder(shop, settings.data), data_folder(shop, settings.choose), settings,
                            seed, judged)

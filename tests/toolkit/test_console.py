@@ -6,6 +6,7 @@ import pytest
 
 from calib.progress import Progress
 from toolkit import console
+from toolkit.calibrating import bound_of
 from toolkit.errors import UsageError
 from toolkit.options import parse_bytes, parse_cells, parse_memory
 
@@ -143,3 +144,11 @@ def test_a_share_of_the_devices_memory():
 
 def test_cells():
     assert parse_cells("1x64x32, 8x64x16") == [(1, 64, 32), (8, 64, 16)]
+
+
+@pytest.mark.parametrize("text", ["0", "0GB", "0.0MiB"])
+def test_a_bound_of_nothing_is_refused(text):
+    with pytest.raises(UsageError, match="leaves nothing to calibrate in"):
+        bound_of(text)
+    assert bound_of(None) is None
+    assert bound_of("2GB") == 2 * 10**9
