@@ -179,8 +179,8 @@ def _conditions(rows: Sequence[Judged]) -> str:
 _HEAD = """# Recipes
 
 Written by `python -m benchmarks.recipes`; edit that, not this. A recipe is a short YAML in `calib/recipes`; yours may
-`extends` any of them (or several, of which the later win), and `toolkit quantize --explain` says where each value comes
-from.
+`extends` any of them (or several, of which the later win), and `toolkit plan MODEL --recipe R --explain` says where
+each value comes from.
 """
 
 
