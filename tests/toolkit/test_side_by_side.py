@@ -42,6 +42,18 @@ def started(command, port, log):
             process.wait(30)
 
 
+def undisturbed(words, capsys):
+    """What a sweep prints. Where other work on the machine held the client up, its cells are marked and it ends in 3:
+    then it is measured again."""
+    for _ in range(6):
+        code, text = cli.run_command(words), capsys.readouterr().out
+        if code == 0:
+            return text
+        assert code == 3
+        time.sleep(2)
+    raise AssertionError(text)
+
+
 def test_one_plan_two_servers(tiny_home, tmp_path, capsys):
     model, ports = tiny_home.models / "tiny", (free_port(), free_port())
     engine = str(tmp_path / "engine")
@@ -62,10 +74,8 @@ def test_one_plan_two_servers(tiny_home, tmp_path, capsys):
                         {"name": "transformers", "url": other, "model": str(model), "prompts": "text",
                          "ignore_eos": False}]}))
         common = ["--home", str(tiny_home.path)]
-        assert cli.run_command(["sweep", "--plan", str(plan), "--json", *common]) == 0
-        found = json.loads(capsys.readouterr().out)["sweeps"]
-        assert cli.run_command(["sweep", "--plan", str(plan), *common]) == 0
-    table = capsys.readouterr().out
+        found = json.loads(undisturbed(["sweep", "--plan", str(plan), "--json", *common], capsys))["sweeps"]
+        table = undisturbed(["sweep", "--plan", str(plan), *common], capsys)
     assert [sweep["target"]["name"] for sweep in found] == ["toolkit", "transformers"]
     for sweep in found:
         for run in sweep["loads"]:
