@@ -75,11 +75,11 @@ def _defaults(facts: ModelFacts, program: Program, block_size: int, kv: Grid, de
     for batch, most in ((1, 4), (8, MOST_TOKENS)):
         yield entry("read_ahead", "weights", most, read_ahead.candidates(device, batch)[0])
     gqa = facts.num_heads // facts.num_kv_heads
-    yield from _prefill("tile", attention_prefill.candidates(facts.head_dim, gqa, kv_bytes, device), deterministic)
+    tiles = attention_prefill.candidates(facts.head_dim, gqa, kv_bytes, device)
+    yield from _prefill("tile", tiles, deterministic)
     rows = [] if deterministic or kv.quantized else attention_prefill.rows_candidates(facts.head_dim, gqa, device)
     if rows:
-        short = attention_prefill.candidates(facts.head_dim, gqa, kv_bytes, device)
-        yield from _prefill("rows", [*rows, *short], deterministic)
+        yield from _prefill("rows", [*rows, *tiles], deterministic)
     yield entry("sample", f"n={facts.vocab_size}", MOST_TOKENS, sample.candidates(facts.vocab_size, device)[0])
 
 
