@@ -6,19 +6,25 @@ import asyncio
 import json
 import socket
 import threading
+import time
 
+import httpx
 import pytest
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from toolkit.errors import UsageError
 from toolkit.serve.client import Ticket
 from toolkit.serve.cork import Corked
+from toolkit.serve.direct import Direct
 from toolkit.serve.faults import ApiError
 from toolkit.serve.gate import load_json
 from toolkit.serve.options import ServeOptions, read_keys
 from toolkit.serve.protocol import ChatRequest, CompletionRequest, validated
 from toolkit.serve.server import _listen
 from toolkit.serve.tools import CallReader, Plan, plan_tools, style_of
-from toolkit.serve.wire import BlockingWire
+from toolkit.serve.wire import BlockingWire, pack
 
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {
     "x": {"type": "integer"}}}}} for name in ("add", "sub")]
@@ -129,10 +135,25 @@ def test_messages_cross_in_order_and_end_with_the_connection() -> None:
     big = {"op": "submit", "prompt": list(range(200_000)), "text": "漢字"}
     sender = threading.Thread(target=lambda: [wire.send(big), wire.send({"op": "abort"}), ours.close()])
     sender.start()
-    assert other.receive() == big
-    assert other.receive() == {"op": "abort"}
-    assert other.receive() is None
+    found = []
+    while messages := other.receive():
+        found += messages
+    assert found == [big, {"op": "abort"}]
     sender.join()
+
+
+def test_messages_that_came_together_are_received_together() -> None:
+    ours, theirs = socket.socketpair()
+    sent = [{"op": "abort", "id": number} for number in range(5)]
+    data = b"".join(map(pack, sent))
+    with ours, theirs:
+        wire = BlockingWire(theirs)
+        ours.sendall(data[:-3])  # the last one is cut
+        assert wire.receive() == sent[:4]
+        ours.sendall(data[-3:])
+        assert wire.receive() == sent[4:]
+        ours.shutdown(socket.SHUT_WR)
+        assert wire.receive() == []
 
 
 @pytest.mark.parametrize(("prompt", "prompts"), [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]),
@@ -201,6 +222,27 @@ def test_writes_of_one_turn_leave_as_one() -> None:
     assert asyncio.run(run()) == [b"head body", b"last", b""]
 
 
+def test_a_long_turn_sends_before_its_end() -> None:
+    async def run() -> list[bytes]:
+        ours, theirs = socket.socketpair()
+        _, writer = await asyncio.open_connection(sock=ours)
+        out, found = Corked(writer.transport, longest_s=0.01), []
+        theirs.setblocking(False)
+        out.write(b"one ")
+        with pytest.raises(BlockingIOError):
+            theirs.recv(100)
+        time.sleep(0.02)  # the turn goes on
+        out.write(b"two")
+        found.append(theirs.recv(100))
+        out.write(b"three")
+        await asyncio.sleep(0)
+        found.append(theirs.recv(100))
+        out.close()
+        theirs.close()
+        return found
+    assert asyncio.run(run()) == [b"one two", b"three"]
+
+
 def test_a_cut_connection_sends_nothing_more() -> None:
     async def run() -> bytes:
         ours, theirs = socket.socketpair()
@@ -212,3 +254,27 @@ def test_a_cut_connection_sends_nothing_more() -> None:
         with theirs:
             return theirs.recv(100)
     assert asyncio.run(run()) == b""
+
+
+def test_busy_routes_go_past_the_application_and_the_rest_does_not() -> None:
+    async def fails(request: Request) -> Response:
+        fault = request.query_params["fault"]
+        if fault == "known":
+            raise ApiError(400, "not so", code="bad")
+        raise ZeroDivisionError(fault)
+
+    async def other(scope, receive, send) -> None:
+        await Response("the application's")(scope, receive, send)
+
+    def failed(request: Request, error: ApiError) -> Response:
+        return Response(f"{request.scope['route'].path} {error.message}", error.status)
+
+    async def run() -> list[tuple[int, str]]:
+        app = Direct(other, [Route("/busy", fails, methods=["POST"])], failed)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as client:
+            answers = [await client.post("/busy?fault=known"), await client.post("/busy?fault=unknown"),
+                       await client.get("/busy"), await client.post("/busy/more")]
+        return [(answer.status_code, answer.text) for answer in answers]
+    assert asyncio.run(run()) == [
+        (400, "/busy not so"), (500, "/busy the server failed; its log says how"),
+        (200, "the application's"), (200, "the application's")]

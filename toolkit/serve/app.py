@@ -10,9 +10,12 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
 
 from toolkit.serve import kserve
 from toolkit.serve.answers import Json, error_answer
+from toolkit.serve.direct import Direct
 from toolkit.serve.faults import ApiError, bad
 from toolkit.serve.kserve_routes import KserveRoutes
 from toolkit.serve.metrics import CONTENT_TYPE
@@ -45,18 +48,18 @@ Asked = TypeVar("Asked", bound=Sampled)
 Admit = Callable[[Service, Asked, str], Awaitable[Completions | Chat]]
 
 
-def make_app(service: Service, cut: Cut) -> FastAPI:
+def make_app(service: Service, cut: Cut) -> ASGIApp:
     """The application of one served engine."""
     app = FastAPI(title="toolkit serve", version=VERSION, docs_url=None, redoc_url=None, openapi_url=None)
-    _openai_routes(app, service, cut)  # first, as routes are tried in turn
+    busy = _openai_routes(service, cut)
+    app.router.routes.extend(busy)
     _status_routes(app, service)
     _text_routes(app, service)
     for path, method, handler in KserveRoutes(service, cut).all():
         app.add_api_route(path, handler, methods=[method])
     for path, why in NOT_SERVED.items():
         app.add_api_route(path, _refuser(why), methods=["GET", "POST"])
-    _error_handlers(app, service)
-    return app
+    return Direct(app, busy, _error_handlers(app, service))
 
 
 def _refuser(why: str) -> Callable[[], Coroutine[Any, Any, Response]]:
@@ -65,16 +68,20 @@ def _refuser(why: str) -> Callable[[], Coroutine[Any, Any, Response]]:
     return refuse
 
 
-def _error_handlers(app: FastAPI, service: Service) -> None:
+def _error_handlers(app: FastAPI, service: Service) -> Callable[[Request, ApiError], Response]:
+    """Errors become answers in the protocol's shape; returns what does it for an ApiError."""
     def shaped(request: Request, error: ApiError) -> Response:
         if request.url.path.startswith("/v2"):
             return Json(kserve.fault_document(error), error.status, headers=error.headers)
         return error_answer(error)
 
-    @app.exception_handler(ApiError)
-    async def known(request: Request, error: ApiError) -> Response:
+    def counted(request: Request, error: ApiError) -> Response:
         service.metrics.answers.labels(route_of(request), error.status).inc()
         return shaped(request, error)
+
+    @app.exception_handler(ApiError)
+    async def known(request: Request, error: ApiError) -> Response:
+        return counted(request, error)
 
     @app.exception_handler(HTTPException)
     async def routing(request: Request, error: HTTPException) -> Response:
@@ -85,6 +92,7 @@ def _error_handlers(app: FastAPI, service: Service) -> None:
     @app.exception_handler(Exception)
     async def unforeseen(request: Request, error: Exception) -> Response:  # (its traceback is logged by the server)
         return shaped(request, ApiError(500, "the server failed; its log says how", code="internal"))
+    return counted
 
 
 def _status_routes(app: FastAPI, service: Service) -> None:
@@ -132,7 +140,7 @@ def _status_routes(app: FastAPI, service: Service) -> None:
         return Json(model())
 
 
-def _openai_routes(app: FastAPI, service: Service, cut: Cut) -> None:
+def _openai_routes(service: Service, cut: Cut) -> list[Route]:
     async def generation(request: Request, record: type[Asked], admit: Admit[Asked]) -> Response:
         """One document, or a stream that ends in [DONE]."""
         body = await body_of(request, service)
@@ -145,13 +153,13 @@ def _openai_routes(app: FastAPI, service: Service, cut: Cut) -> None:
             return await streamed(service, admitted.pieces(), "[DONE]", cut)
         return await answered(request, service, work())
 
-    @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         return await generation(request, CompletionRequest, Completions.admit)
 
-    @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         return await generation(request, ChatRequest, Chat.admit)
+    return [Route("/v1/completions", completions, methods=["POST"]),
+            Route("/v1/chat/completions", chat, methods=["POST"])]
 
 
 def _text_routes(app: FastAPI, service: Service) -> None:

@@ -2,26 +2,34 @@
 
 A send is a call into the kernel, tens of microseconds whatever its size. An answer writes its head and its body, and a
 burst of requests writes one message each to the engine, all within one turn: together they are one send, at the turn's
-end. Nothing waits longer than the turn it was written in.
+end. Nothing waits longer than the turn it was written in, nor ``longest_s`` of a long one: 256 requests at once are a
+turn of a quarter second, and a device that waits for the last of them has lost it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterable
 from typing import Any
 
 
 class Corked:
-    """A transport whose writes are gathered until the event loop's next turn; everything else is the transport's."""
+    """A transport whose writes are gathered until the event loop's next turn, or until one comes ``longest_s`` after
+    the first; everything else is the transport's."""
 
-    def __init__(self, transport: asyncio.WriteTransport) -> None:
+    def __init__(self, transport: asyncio.WriteTransport, longest_s: float = 0.001) -> None:
         self._transport, self._parts = transport, list[bytes]()
+        self._longest_s, self._begun = longest_s, 0.0
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
+        now = time.monotonic()
         if not self._parts:
             asyncio.get_running_loop().call_soon(self._flush)
+            self._begun = now
         self._parts.append(bytes(data))
+        if now - self._begun >= self._longest_s:
+            self._flush()
 
     def writelines(self, parts: Iterable[bytes | bytearray | memoryview]) -> None:
         self.write(b"".join(parts))

@@ -103,6 +103,8 @@ def load_json(data: bytes, options: ServeOptions) -> Any:
         raise _too_deep(options) from error
     except ValueError as error:
         raise bad(f"the body is not JSON: {str(error)[:200]}") from error
+    if data.count(b"[") + data.count(b"{") <= options.max_json_depth:
+        return document
     level: list[Any] = [document]
     for _ in range(options.max_json_depth):
         level = [inner for outer in level if isinstance(outer, (dict, list))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -18,7 +19,7 @@ from typing import Any, cast
 
 import uvicorn
 from starlette.types import Scope
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from calib.text import Tokenizer
 from toolkit.errors import UsageError
@@ -44,10 +45,10 @@ class _Connections:
     def __init__(self) -> None:
         self._transports: dict[tuple[str, int], asyncio.Transport] = {}
 
-    def protocol(self) -> type[H11Protocol]:
+    def protocol(self) -> type[HttpToolsProtocol]:
         transports = self._transports
 
-        class Protocol(H11Protocol):
+        class Protocol(HttpToolsProtocol):
             def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
                 super().connection_made(cast(asyncio.Transport, Corked(transport)))
                 if self.client is not None:
@@ -101,6 +102,8 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._tasks.append(asyncio.create_task(self._mourn()))
+        gc.collect()
+        gc.freeze()  # a collection stops every stream: it looks through what came since only
         self._on_ready(self.servers[0].sockets[0].getsockname()[1])
 
     async def _mourn(self) -> None:

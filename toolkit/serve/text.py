@@ -34,7 +34,8 @@ class Texts:
             ids = await self._off_loop(len(prompt), lambda: self._encode(prompt, bos))
         else:
             ids = list(prompt)
-            if strange := next((index for index in ids if not 0 <= index < self._vocab_size), None):
+            if ids and (min(ids) < 0 or max(ids) >= self._vocab_size):
+                strange = next(index for index in ids if not 0 <= index < self._vocab_size)
                 raise bad(f"token id {strange} is outside the vocabulary of {self._vocab_size}", "prompt")
         if not ids:
             raise bad("the prompt is empty: 0 tokens", "prompt")

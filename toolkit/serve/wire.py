@@ -27,6 +27,7 @@ from toolkit.serve.cork import Corked
 _HEADER = struct.Struct(">I")
 #: Bytes of messages that the front end may have waiting before the engine has to: some hundred steps of a full batch.
 _BUFFER = 4 << 20
+_READ = 1 << 20
 Message = dict[str, Any]
 
 
@@ -41,29 +42,34 @@ class BlockingWire:
     def __init__(self, end: socket.socket) -> None:
         self._end = end
         self._lock = threading.Lock()
+        self._came = bytearray()
 
     def send(self, message: Message) -> None:
         data = pack(message)
         with self._lock:
             self._end.sendall(data)
 
-    def receive(self) -> Message | None:
-        """The next message; None at the end of the connection."""
-        header = self._read(_HEADER.size)
-        if header is None:
-            return None
-        data = self._read(_HEADER.unpack(header)[0])
-        return None if data is None else json.loads(data)
-
-    def _read(self, count: int) -> bytes | None:
-        parts: list[bytes] = []
-        while count:
-            part = self._end.recv(min(count, 1 << 20))
+    def receive(self) -> list[Message]:
+        """All messages that have come, at least one; none at the end of the connection."""
+        while not (messages := self._whole()):
+            part = self._end.recv(_READ)
             if not part:
-                return None
-            parts.append(part)
-            count -= len(part)
-        return b"".join(parts)
+                break
+            self._came += part
+        return messages
+
+    def _whole(self) -> list[Message]:
+        """The messages of which every byte is here."""
+        messages: list[Message] = []
+        at = 0
+        while len(self._came) >= at + _HEADER.size:
+            end = at + _HEADER.size + _HEADER.unpack_from(self._came, at)[0]
+            if len(self._came) < end:
+                break
+            messages.append(json.loads(self._came[at + _HEADER.size:end]))
+            at = end
+        del self._came[:at]
+        return messages
 
 
 class AsyncWire:

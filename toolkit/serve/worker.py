@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import json
 import logging
 import queue
@@ -48,7 +49,7 @@ class Worker:
     def __init__(self, llm: LLM, wire: BlockingWire) -> None:
         self._llm, self._wire = llm, wire
         self._loop: Loop = llm.loop
-        self._inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[list[Message]] = queue.SimpleQueue()
         self._jobs: dict[int, Job] = {}
         self._of_number: dict[int, tuple[Job, int]] = {}
         self._open = True
@@ -65,14 +66,13 @@ class Worker:
 
     def _read(self) -> None:
         try:
-            while (message := self._wire.receive()) is not None:
-                if message["op"] == "dump":
+            while messages := self._wire.receive():
+                if any(message["op"] == "dump" for message in messages):
                     self._dump()
-                else:
-                    self._inbox.put(message)
+                self._inbox.put(messages)  # as they came: prompts of one send are of one step
         except (OSError, ValueError):
             _LOG.exception("the connection broke")
-        self._inbox.put(None)
+        self._inbox.put([])
 
     def _beat(self) -> None:
         while self._open:
@@ -94,13 +94,14 @@ class Worker:
         """Handle what came in; wait for it when there is nothing else to do."""
         while True:
             try:
-                message = self._inbox.get(block=self._loop.idle)
+                messages = self._inbox.get(block=self._loop.idle)
             except queue.Empty:
                 return
-            if message is None:
+            if not messages:
                 self._open = False
                 return
-            self._handle(message)
+            for message in messages:
+                self._handle(message)
 
     def _handle(self, message: Message) -> None:
         if message["op"] == "submit":
@@ -109,7 +110,7 @@ class Worker:
             self._abort(message["id"])
         elif message["op"] == "stats":
             self._wire.send({"ev": "stats", "id": message["id"], **self._llm.stats()})
-        else:
+        elif message["op"] != "dump":  # the reader's
             raise ValueError(f"unknown message {message['op']!r}")
 
     def _submit(self, message: Message) -> None:
@@ -218,6 +219,8 @@ def main(engine: str, descriptor: str) -> None:
     except ToolkitError as error:
         wire.send({"ev": "failed", "code": error.code, "message": error.message, "hint": error.hint})
         return
+    gc.collect()
+    gc.freeze()  # a collection looks through what came since, not through all that was loaded (tens of milliseconds)
     with llm:
         Worker(llm, wire).run()
 
