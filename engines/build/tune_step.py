@@ -47,8 +47,8 @@ _LOG = logging.getLogger(__name__)
 SIZES = {1: 2, 8: 16, 32: 64, 128: 256}
 SECONDS = {"quick": 16.0, "full": 80.0}
 CONTEXT = 160
-#: Attention must also be good here: step size -> context.
-LONG = {1: 4096, 8: 4096, 32: 2048, 128: 1024}
+#: Attention must also be good here (or at the engine's longest sequence): step size -> context.
+LONG = {1: 16384, 8: 4096, 32: 2048, 128: 1024}
 #: Up to this many sequences attention has idle programs.
 READ_AHEAD = 8
 LAYERS = 4
@@ -78,9 +78,14 @@ class Site:
 def small_plan(plan: Plan, batch: int) -> Plan:
     """The same program cut to few tokens: everything but the KernelTable's meaning stays."""
     limits = plan.limits.model_copy(update={
-        "max_seq_len": max(LONG.values()), "max_batch_size": batch, "max_num_tokens": batch,
-        "num_blocks": batch * -(-LONG[batch] // plan.limits.block_size)})
+        "max_seq_len": max(long_context(plan, size) for size in LONG), "max_batch_size": batch, "max_num_tokens": batch,
+        "num_blocks": batch * -(-long_context(plan, batch) // plan.limits.block_size)})
     return plan.model_copy(update={"limits": limits})
+
+
+def long_context(plan: Plan, size: int) -> int:
+    """The long context at which attention of ``size`` sequences is timed."""
+    return max(CONTEXT, min(LONG[size], plan.limits.max_seq_len))
 
 
 class StepBench:
@@ -246,7 +251,7 @@ def _descend(bench: StepBench, kernels: list[KernelChoice], size: int, chain: Or
     before = bench.microseconds(size, kernels)
     changes: list[str] = []
     for site in chain:
-        contexts = (CONTEXT, LONG[size]) if site.op == "attention_decode" else (CONTEXT,)
+        contexts = (CONTEXT, long_context(bench.plan, size)) if site.op == "attention_decode" else (CONTEXT,)
         held = [bench.microseconds(size, kernels, context) for context in contexts]
         best = 1.0
         for config in site.candidates:
