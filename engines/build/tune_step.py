@@ -227,9 +227,10 @@ def tune_step(plan: Plan, mode: str, tops: Mapping[int, Mapping[str, Ordered[Ker
     compile_variants(list(variants.values()), plan.device.capability)
     kernels, timings = list(plan.kernels), []
     with torch.inference_mode():
-        for done, size in enumerate(sizes):
-            report(Progress("tune step", done, len(sizes), "size", f"tokens={size}"))
-            end = time.monotonic() + SECONDS[mode] / len(sizes)
+        begin = time.monotonic()
+        for done, size in enumerate(reversed(sizes), 1):  # fewest tokens last: what time others leave is for them
+            report(Progress("tune step", done - 1, len(sizes), "size", f"tokens={size}"))
+            end = begin + SECONDS[mode] * done / len(sizes)
             kernels, timing = _descend(bench, kernels, size, sites(plan, tops.get(size, {}), size, mode), end)
             timings.append(timing)
     report(Progress("tune step", len(sizes), len(sizes), "size"))

@@ -113,22 +113,22 @@ def decode_kernel(q_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, acc_ptr, stats_ptr, 
                     num_kv_heads, QUERY_LEN, GQA, HEAD_DIM, LIVE2, MERGE, CHUNK, QUANT, GROUP)
 
 
-_Space = tuple[list[tuple[int, int, int]], list[tuple[int, int, int]], tuple[int, ...], tuple[int, ...],
-               tuple[int, ...]]
+_Space = tuple[list[tuple[int, int, int]], list[tuple[int, int, int]], tuple[int, ...], tuple[int, ...]]
 
 
-def _space(batch: int, sms: int, deterministic: bool) -> _Space:
-    """(TILE, warps, stages), (SPLIT, TARGET, MIN_SPLIT), MERGE, FUSED and LOOK to combine, best guesses first."""
-    one, wide, many = (0, sms, 256), (0, 2 * sms, 128), (0, 4 * sms, 64)
+def _space(batch: int, sms: int, deterministic: bool, kv_bytes: int) -> _Space:
+    """(TILE, warps, stages), (SPLIT, TARGET, MIN_SPLIT), MERGE and FUSED to combine, best guesses first."""
+    one, wide, many = (0, sms, 128), (0, 2 * sms, 128), (0, 4 * sms, 64)
     if deterministic:
-        return [(128, 4, 3), (64, 4, 3), (32, 4, 2)], [(512, 0, 0), (256, 0, 0)], (1,), (0,), (0,)
-    if batch <= 4:  # latency: wide tiles, so that a short context is one; a long one is a wave of programs, not two
-        return [(256, 8, 2), (128, 8, 2), (128, 4, 3), (64, 4, 3)], [wide, one], (0, 1), (1,), (0, 512)
+        return [(128, 4, 3), (64, 4, 3), (32, 4, 2)], [(512, 0, 0), (256, 0, 0)], (1,), (0,)
+    if batch <= 4:  # latency: wide tiles, so that a short context is one; a long one is a single wave of programs
+        tiles = [(256, 8, 2), (128, 8, 2)]
+        return (tiles if kv_bytes > 1 else tiles[::-1]), [one, wide], (0, 1), (1,)
     if batch <= 16:
-        return [(128, 4, 3), (64, 4, 3)], [wide, many], (1,), (1, 0), (0,)
+        return [(128, 4, 3), (64, 4, 3)], [wide, many], (1,), (1, 0)
     if batch <= 64:
-        return [(64, 4, 3), (128, 4, 3)], [many, wide], (1,), (0, 1), (0,)
-    return [(32, 4, 2), (64, 4, 3), (128, 4, 3)], [many, wide], (1,), (0,), (0,)  # many small programs
+        return [(64, 4, 3), (128, 4, 3)], [many, wide], (1,), (0, 1)
+    return [(32, 4, 2), (64, 4, 3), (128, 4, 3)], [many, wide], (1,), (0,)  # many small programs
 
 
 def candidates(head_dim: int, block_size: int, kv_bytes: int, device: DeviceFacts, *,
@@ -142,18 +142,19 @@ def candidates(head_dim: int, block_size: int, kv_bytes: int, device: DeviceFact
     """
     if block_size != next_pow2(block_size):
         raise ValueError(f"block_size must be a power of two, found {block_size}")
-    tiles, rules, merges, fused, looks = _space(batch, max(1, device.num_sms), deterministic)
-    found = []
-    for tile, warps, stages in tiles:
-        if kv_bytes == 1 and tile == 128:
-            warps, stages = 8, 2  # four warps would spill while they widen the codes
-        if max(1, stages - 1) * 2 * tile * next_pow2(head_dim) * kv_bytes > device.shared_bytes * 3 // 4:
-            continue
-        found += [KernelConfig.of("split", TILE=tile, SPLIT=split, TARGET=target, MIN_SPLIT=least, MERGE=merge,
-                                  FUSED=one, LOOK=look, num_warps=warps, num_stages=stages,
-                                  pdl=device.capability >= 90)
-                  for split, target, least in rules for merge in merges for one in fused for look in looks
-                  if split % tile == 0]
+    tiles, rules, merges, fused = _space(batch, max(1, device.num_sms), deterministic, kv_bytes)
+    if kv_bytes == 1:  # four warps would spill while they widen the codes
+        tiles = [(tile, 8, 2) if tile == 128 else (tile, warps, stages) for tile, warps, stages in tiles]
+    row = 2 * next_pow2(head_dim) * kv_bytes
+
+    def fitting(offered: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+        return [(tile, warps, stages) for tile, warps, stages in offered
+                if max(1, stages - 1) * tile * row <= device.shared_bytes * 3 // 4]
+
+    found = [KernelConfig.of("split", TILE=tile, SPLIT=split, TARGET=target, MIN_SPLIT=least, MERGE=merge, FUSED=one,
+                             num_warps=warps, num_stages=stages, pdl=device.capability >= 90)
+             for tile, warps, stages in fitting(tiles) or fitting([(64, 4, 2)]) or [(32, 4, 2)]
+             for split, target, least in rules for merge in merges for one in fused if split % tile == 0]
     return list(dict.fromkeys(found))
 
 

@@ -8,8 +8,7 @@ of it waiting: a kernel boundary, then plan, block table, keys and values, each 
 * what the step's own token adds never goes through memory: its key and value are taken from the qkv row, rotated in
   registers, rounded as the cache rounds them, and stand as the first entry of the online softmax. They are stored to
   the cache beside that, by the program of the context's last item;
-* programs without an item bring the next weights into L2 (``read_ahead``), those with a long one the blocks that they
-  will come to, LOOK tokens ahead;
+* programs without an item bring the next weights into L2 (``read_ahead``);
 * everything else that attention reads was written long before. With EARLY, plan, table, cos/sin and the item's first
   tile of keys and values are asked for *before* PDL's wait, while the qkv linear still runs. What remains after the
   wait is q, a dot, a softmax, a dot.
@@ -40,7 +39,7 @@ from engines.kernels.attention_step import attend, attention_step, capped, load_
 from engines.kernels.impl import KernelConfig
 from engines.kernels.jit import INTERPRETED, ActQuant, gdc_launch, gdc_wait, launch_options, next_pow2
 from engines.kernels.quantize import check_act
-from engines.kernels.read_ahead import ReadAhead, ask_blocks, look_ahead, read_ahead
+from engines.kernels.read_ahead import ReadAhead, read_ahead
 from engines.kernels.read_ahead import arguments as read_ahead_arguments
 from engines.kernels.rope_kv import check_cache, to_cache
 
@@ -64,8 +63,7 @@ def rope_decode_kernel(qkv_ptr, cos_sin_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, 
                        LIVE2: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
                        SOFTCAP: tl.constexpr, MERGE: tl.constexpr, CHUNK: tl.constexpr, QUANT: tl.constexpr,
                        GROUP: tl.constexpr, EXACT: tl.constexpr, AHEAD: tl.constexpr, THREADS: tl.constexpr,
-                       DELAY: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr, LOOK: tl.constexpr,
-                       LANES: tl.constexpr) -> None:
+                       DELAY: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr) -> None:
     """One program a (kv head, item)."""
     HALF: tl.constexpr = HEAD_DIM // 2
     kv_head = tl.program_id(0)
@@ -87,9 +85,6 @@ def rope_decode_kernel(qkv_ptr, cos_sin_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, 
     dims = tl.arange(0, BLOCK_D)
     real = dims < HEAD_DIM
     start = tl.where(mine, begin, 0)
-    if LOOK > 0:
-        ask_blocks(table, start + TILE, cached_end, k_ptr, v_ptr, kv_head, num_kv_heads, HEAD_DIM, BLOCK_SIZE, LOOK,
-                   LANES)
     key, inside, k, v = load_tile(start, cached_end, table, k_ptr, v_ptr, kv_head, num_kv_heads, 0, dims, HEAD_DIM,
                                   BLOCK_SIZE, TILE, True, BLOCK_D != HEAD_DIM)
     angle = cos_sin_ptr + position.to(tl.int64) * HEAD_DIM + tl.where(dims < HALF, dims, dims - HALF)
@@ -127,9 +122,6 @@ def rope_decode_kernel(qkv_ptr, cos_sin_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, 
         m, total, acc = attend(q, m, total, acc, key, inside, k, v, last_key, scale, True, False, WINDOW, SOFTCAP,
                                EXACT)
         for at_key in tl.range(start + TILE, cached_end, TILE):
-            if LOOK > 0:
-                ask_blocks(table, at_key + LOOK, tl.minimum(cached_end, at_key + LOOK + TILE), k_ptr, v_ptr, kv_head,
-                           num_kv_heads, HEAD_DIM, BLOCK_SIZE, TILE, LANES)
             m, total, acc = attention_step(q, m, total, acc, at_key, cached_end, last_key, table, k_ptr, v_ptr, kv_head,
                                            num_kv_heads, 0, dims, scale, HEAD_DIM, BLOCK_SIZE, TILE, True, False,
                                            WINDOW, SOFTCAP, EXACT)
@@ -187,7 +179,6 @@ def launch(qkv: torch.Tensor, cos_sin: torch.Tensor, k_cache: torch.Tensor, v_ca
         out.stride(0), num_groups, num_kv_heads, ROWS=max(16, next_pow2(gqa)), LIVE2=next_pow2(gqa),
         BLOCK_SIZE=block_size, TILE=config["TILE"], WINDOW=work.window, SOFTCAP=softcap, MERGE=config["MERGE"],
         EXACT=INTERPRETED, EARLY=early and config.pdl, **how,
-        **look_ahead(config, block_size),
         CHUNK=merge_chunk(gqa, block_d), **common, **options)
     if not config["MERGE"]:
         launch_merge(work, num_kv_heads, gqa, v_scale, out, scales, input_scale, pre_quant_scale, num_groups, common,

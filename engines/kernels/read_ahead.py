@@ -53,24 +53,6 @@ def read_ahead(next_ptr, next_chunks, after_ptr, after_chunks, mine, programs, T
     _ask(after_ptr, after_chunks, mine, programs, THREADS)
 
 
-@triton.jit
-def ask_blocks(table_ptr, first, end, k_ptr, v_ptr, kv_head, num_kv_heads, HEAD_DIM: tl.constexpr,
-               BLOCK_SIZE: tl.constexpr, LOOK: tl.constexpr, THREADS: tl.constexpr) -> None:
-    """Ask for the cache blocks of keys first .. min(end, first + LOOK) of one head, K and V; one a thread (so LOOK
-    reaches at most THREADS blocks). A block that a step's own token is being written to comes with it or without."""
-    thread = tl.arange(0, THREADS)
-    at = first // BLOCK_SIZE + thread
-    wanted = (at * BLOCK_SIZE < tl.minimum(end, first + LOOK)).to(tl.int32)
-    block = tl.load(table_ptr + at, mask=wanted > 0, other=0).to(tl.int64)
-    offset = (block * num_kv_heads + kv_head) * (BLOCK_SIZE * HEAD_DIM)
-    size: tl.constexpr = BLOCK_SIZE * HEAD_DIM * (k_ptr.dtype.element_ty.primitive_bitwidth // 8)
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.b32 p, $3, 0; @p cp.async.bulk.prefetch.L2.global [$1], $4; "
-        "@p cp.async.bulk.prefetch.L2.global [$2], $4; mov.b32 $0, 0; }",
-        "=r,l,l,r,n", [(k_ptr + offset).to(tl.int64), (v_ptr + offset).to(tl.int64), wanted, size], dtype=tl.int32,
-        is_pure=False, pack=1)
-
-
 @dataclass(frozen=True, slots=True)
 class ReadAhead:
     """The next weights in the order of their use, the most bytes of them to ask for, and after how many ns."""
@@ -96,13 +78,6 @@ def arguments(ahead: ReadAhead | None, config: KernelConfig, unused: torch.Tenso
     first, second = ahead.chunks()
     return ((ahead.weights[0], first, ahead.weights[1] if second else unused, second),
             {"AHEAD": 1, "THREADS": 32 * config.num_warps, "DELAY": ahead.delay})
-
-
-def look_ahead(config: KernelConfig, block_size: int) -> dict[str, int]:
-    """Constexprs of ``ask_blocks``: LOOK tokens, as far as one block a thread reaches, and LANES threads."""
-    lanes = 32 * config.num_warps
-    look = 0 if INTERPRETED or not config.pdl else dict(config.meta).get("LOOK", 0)
-    return {"LOOK": min(look, lanes * block_size), "LANES": lanes}
 
 
 def candidates(device: DeviceFacts, batch: int = 1) -> Sequence[KernelConfig]:

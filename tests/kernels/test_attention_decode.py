@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from engines.kernels import attention_decode, attention_plan, quantize
-from engines.kernels.impl import KernelConfig
+from engines.kernels.attention_decode import candidates
+from engines.kernels.attention_plan import item_capacity
+from engines.kernels.impl import DeviceFacts, KernelConfig
 from engines.kernels.jit import ActQuant
 from tests.kernels.attention_cases import BALANCED, FIXED, SEPARATE, WIDE, problem
 
@@ -113,6 +115,26 @@ def test_plan_covers_every_token_once(device):
                 assert own[1:, 1].equal(own[:-1, 2])
             if config["SPLIT"] == 0 and batch > 1:
                 assert int((items[:, 2] - items[:, 1]).max()) <= 2 * max(int(lens.sum()) / (config["TARGET"]), 64) + 64
+
+
+@pytest.mark.parametrize("device_kb", [(80, 163), (89, 99), (90, 227), (100, 227)])
+@pytest.mark.parametrize("kv_bytes", [1, 2])
+def test_every_device_has_a_tile_for_every_head(device_kb, kv_bytes):
+    capability, kib = device_kb
+    facts = DeviceFacts("gpu", capability, 132, kib << 10, 40 << 20)
+    for head_dim in (64, 96, 128, 256):
+        for batch in (1, 8, 32, 128):
+            for fixed in (False, True):
+                found = candidates(head_dim, 16, kv_bytes, facts, batch=batch, deterministic=fixed)
+                assert found
+                for config in found:
+                    tile = 2 * config["TILE"] * max(1, config.num_stages - 1) * (1 << (head_dim - 1).bit_length())
+                    assert tile * kv_bytes <= kib << 10
+
+
+def test_few_long_contexts_are_one_wave_of_programs():
+    config = candidates(128, 16, 2, DeviceFacts("H200", 90, 132, 227 << 10, 50 << 20), batch=1)[0]
+    assert item_capacity(1, 131072, 8, config) * 8 <= 132 + 8
 
 
 def test_misfits_are_errors(device):

@@ -38,7 +38,7 @@ DECODE = HEAD | AHEAD | {"QUERY_LEN": 1, "ROWS": 16, "LIVE2": 4, "MERGE": 1, "CH
 UNSCALED = {"k_scale_ptr": None, "v_scale_ptr": None}
 NO_ROWS = {"k_desc": None, "v_desc": None}
 ROW = {"pre_quant_ptr": None, "rows_ptr": None, "BLOCK": 4096, "FENCE": True}
-ROPE = DECODE | {"EARLY": True, "LOOK": 512, "LANES": 128}
+ROPE = DECODE | {"EARLY": True}
 JOBS = {
     "decode bf16": job(attention_decode.decode_kernel, 90, DECODE | UNSCALED, num_stages=3, k_ptr="*bf16",
                        v_ptr="*bf16",

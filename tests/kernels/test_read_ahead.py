@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engines.kernels import attention_decode, attention_plan, attention_rope
+from engines.kernels import attention_decode, attention_plan
 from engines.kernels.impl import DeviceFacts, KernelConfig
 from engines.kernels.jit import INTERPRETED
-from engines.kernels.read_ahead import CHUNK, ReadAhead, arguments, candidates, look_ahead
+from engines.kernels.read_ahead import CHUNK, ReadAhead, arguments, candidates
 
 HOPPER, ADA = DeviceFacts("H200", 90, 132, 227 << 10, 60 << 20), DeviceFacts("L40", 89, 142, 99 << 10, 96 << 20)
 
@@ -65,39 +65,3 @@ def test_results_are_the_same_to_the_bit(most: int, delay: int) -> None:
         found.append(out.clone())
     assert found[0].isfinite().all()
     assert torch.equal(*found)
-
-
-def test_look_ahead_reaches_a_block_a_thread() -> None:
-    config = KernelConfig.of("split", LOOK=4096, num_warps=4, pdl=True)
-    assert look_ahead(config, 16) == {"LOOK": 0 if INTERPRETED else 2048, "LANES": 128}
-    assert look_ahead(config, 64) == {"LOOK": 0 if INTERPRETED else 4096, "LANES": 128}
-    for other in (KernelConfig.of("split", LOOK=4096), KernelConfig.of("split", pdl=True)):
-        assert look_ahead(other, 16)["LOOK"] == 0
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("length", [1, 100, 257, 1300, 5000])
-@pytest.mark.parametrize("target", [8, 264])
-def test_blocks_that_are_asked_for_change_nothing(length: int, target: int) -> None:
-    torch.manual_seed(0)
-    blocks = -(-length // 16)
-    lens = torch.tensor([length], dtype=torch.int32, device="cuda")
-    qkv = torch.randn(1, 48 * 128, device="cuda").bfloat16()
-    angles = torch.randn(5008, 64, device="cuda")
-    cos_sin = torch.cat([angles.cos(), angles.sin()], 1)
-    caches = [torch.randn(blocks, 8, 16, 128, device="cuda").bfloat16() for _ in "kv"]
-    table = torch.randperm(blocks, device="cuda").to(torch.int32)[None]
-    found = []
-    for look in (0, 512):
-        config = KernelConfig.of("split", TILE=128, SPLIT=0, TARGET=target, MIN_SPLIT=128, MERGE=1, FUSED=1, LOOK=look,
-                                 num_warps=8, num_stages=2, pdl=True)
-        work = attention_plan.workspace(1, 5008, 32, 8, 128, config, "cuda")
-        attention_plan.make_plan(lens, work, 8, config)
-        k, v = (cache.clone() for cache in caches)
-        out = torch.full((1, 4096), float("nan"), device="cuda").bfloat16()
-        attention_rope.launch(qkv, cos_sin, k, v, table, work, out, config, sm_scale=0.1)
-        found.append((out, k, v))
-    assert found[0][0].isfinite().all()
-    for one, other in zip(*found, strict=True):
-        assert torch.equal(one, other)
