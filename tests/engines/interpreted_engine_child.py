@@ -47,15 +47,18 @@ def main(work: Path, scheme: str) -> None:
     prompts = [[1, 2, 3], list(range(40, 60))]  # the second is prefilled in two chunks, beside the first one's decode
     bound = 0.6 if scheme == "fp8_block" else 0.3
     params = SamplingParams(max_tokens=3, ignore_eos=True, logprobs=1)
-    for ours, theirs in zip(gpu.generate(prompts, params), cpu.generate(prompts, params), strict=True):
-        a, b = ours.outputs[0], theirs.outputs[0]
-        assert a.logprobs is not None
-        assert b.logprobs is not None
-        for x, y, ours_id, theirs_id in zip(a.logprobs, b.logprobs, a.token_ids, b.token_ids, strict=True):
-            assert abs(x.logprob - y.logprob) < bound, (x, y)
-            if scheme == "fp8_block" and ours_id != theirs_id:
-                break  # equally likely within the bound: rows of 3 bits, rounded from bf16 there and float32 here
-            assert ours_id == theirs_id, (a.token_ids, b.token_ids)
+    for apart in (1024, 0):  # a mixed step as two launches, and as one
+        gpu._gpu.runner.apart_tokens = apart
+        gpu.forget_prefixes()
+        for ours, theirs in zip(gpu.generate(prompts, params), cpu.generate(prompts, params), strict=True):
+            a, b = ours.outputs[0], theirs.outputs[0]
+            assert a.logprobs is not None
+            assert b.logprobs is not None
+            for x, y, ours_id, theirs_id in zip(a.logprobs, b.logprobs, a.token_ids, b.token_ids, strict=True):
+                assert abs(x.logprob - y.logprob) < bound, (x, y)
+                if scheme == "fp8_block" and ours_id != theirs_id:
+                    break  # equally likely within the bound: rows of 3 bits, rounded from bf16 there and float32 here
+                assert ours_id == theirs_id, (a.token_ids, b.token_ids)
     for ours, theirs in zip(*(llm.loglikelihood(prompts, top_k=2) for llm in (gpu, cpu)), strict=True):
         difference = np.abs(ours.logprobs - theirs.logprobs)
         assert float(difference.max()) < bound, difference

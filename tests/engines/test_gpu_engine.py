@@ -103,6 +103,30 @@ def test_greedy_equals_transformers_until_logits_tie(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 @needs_gpu
+def test_steps_of_two_launches_and_adjusted_steps_change_no_bit(tmp_path: Path) -> None:
+    """Prompts that come while others decode; rows whose logits the host adjusts (by nothing), from graphs."""
+    folder = tiny_llama(tmp_path / "model", **WIDE)
+    plain = SamplingParams(max_tokens=12, ignore_eos=True, logprobs=1)
+    asked = [plain, plain.model_copy(update={"temperature": 0.9, "seed": 3}),
+             plain.model_copy(update={"logit_bias": {3: 0.0}})]
+    with gpu_engine(folder, tmp_path / "gpu", "bf16", deterministic=True) as gpu:
+        assert gpu._gpu is not None
+        found, eager = [], []
+        for apart in (1024, 0):
+            gpu._gpu.runner.apart_tokens = apart
+            before = gpu.stats()["eager_steps"]
+            for params in asked:
+                gpu.forget_prefixes()
+                found.append([(out.outputs[0].token_ids, out.outputs[0].logprobs)
+                              for out in gpu.generate(PROMPTS, params)])
+            eager.append(gpu.stats()["eager_steps"] - before)
+        assert found[:3] == found[3:], "bitwise"
+        assert [ids for ids, _ in found[0]] == [ids for ids, _ in found[2]], "a bias of nothing"
+        assert eager[0] < eager[1]
+
+
+@pytest.mark.gpu
+@needs_gpu
 @pytest.mark.parametrize("precision", ["bf16", "int4", "int4_a8"])
 def test_deterministic_rows_do_not_depend_on_their_batch(precision: str, tmp_path: Path) -> None:
     folder = tiny_llama(tmp_path / "model", **WIDE)

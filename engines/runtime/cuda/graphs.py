@@ -1,6 +1,7 @@
 """CUDA graphs of whole steps: a step that Python launches as 300 kernels becomes one launch of a few microseconds.
 
     decode (b)              prepare, attention plan, all layers, head, sampling for b rows
+    body (b)                the same without head and sampling, for rows whose logits are adjusted in between
     prefill (tokens, rows)  prepare and all layers for short prompts, where launching would take longer than computing
     prompt (tokens, rows)   the same for whole prompts, whose attention needs no cache (see ``ops``)
     head (b)                the output layer and sampling after a prefill or mixed step
@@ -46,7 +47,7 @@ def decode_sizes(max_batch_size: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Key:
-    """Which step a graph is: ``kind`` decode, prefill, prompt or head, its tokens and rows."""
+    """Which step a graph is: ``kind`` decode, body, prefill, prompt or head, its tokens and rows."""
 
     kind: str
     tokens: int
@@ -56,7 +57,7 @@ class Key:
 def keys(max_batch_size: int, max_num_tokens: int) -> list[Key]:
     """Every graph of an engine with these limits, largest first."""
     sizes = decode_sizes(max_batch_size)
-    found = [Key(kind, b, b) for kind in ("decode", "head") for b in sizes]
+    found = [Key(kind, b, b) for kind in ("decode", "body", "head") for b in sizes]
     found += [Key(kind, tokens, rows) for kind, sizes in (("prefill", PREFILL_TOKENS), ("prompt", PROMPT_TOKENS))
               for tokens in sizes if tokens <= max_num_tokens
               for rows in PREFILL_ROWS if rows <= min(tokens, max_batch_size)]

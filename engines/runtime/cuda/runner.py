@@ -7,6 +7,10 @@ have to visit the host to be the next step's input, as ``kernels/prepare`` takes
     host     launch n+1 | read n, stop checks, text | launch n+2 | read n+1 ...
     device   ... step n | step n+1                  | step n+2 ...
 
+**Prompts beside decoding rows.** A mixed step has no graph, and Python launches its kernels more slowly than the device
+runs a short one. So where the new chunks are short, such a step is two launches: the graph of the decoding rows, then
+that of the chunks. The weights are read once more, but nobody waits for Python.
+
 A sequence that stops in step n is in step n+1 already: that token is dropped. Its blocks may be given away at once, as
 whatever comes to lie in them is written by a later step.
 
@@ -76,8 +80,19 @@ class Pending:
         return TokenLogprob(token_id=token, logprob=float(self.logprobs[index]), top=top)
 
 
+@dataclass(slots=True)
+class Both:
+    """A step of two launches."""
+
+    parts: list[Pending]
+
+    def result(self) -> list[Choice]:
+        """The tokens of both."""
+        return [choice for part in self.parts for choice in part.result()]
+
+
 class _Ring:
-    """Host buffers of steps under way: one more than can be in flight."""
+    """Host buffers of launches under way: one more than can be in flight."""
 
     def __init__(self, arena: Arena, pinned: bool, count: int) -> None:
         samples = arena.layout.samples
@@ -100,13 +115,15 @@ class CudaRunner:
 
     #: Steps that may be launched before the oldest one is read.
     lookahead = 1
+    #: Up to this many new tokens beside decoding rows are a launch of their own.
+    apart_tokens = 1024
     adjusts_logits = True
 
     def __init__(self, plan: Plan, arena: Arena, steps: Steps, graphs: Graphs,
                  stream: torch.cuda.Stream | None) -> None:
         self._plan, self._arena, self._steps, self._graphs, self._stream = plan, arena, steps, graphs, stream
         self._slots = Slots(plan.limits.max_batch_size)
-        self._ring = _Ring(arena, stream is not None, self.lookahead + 2)
+        self._ring = _Ring(arena, stream is not None, 2 * (self.lookahead + 1) + 1)
         self._sizes = decode_sizes(plan.limits.max_batch_size)
         self._unmasked: torch.Tensor | None = None
         self._faults: dict[int, Fault] = {}
@@ -116,22 +133,45 @@ class CudaRunner:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     @torch.inference_mode()
-    def launch(self, chunks: Ordered[Chunk]) -> Pending:
+    def launch(self, chunks: Ordered[Chunk]) -> Pending | Both:
         """Start a step; ``Sequence.computed`` is advanced here."""
+        decodes = [chunk for chunk in chunks if self._decodes(chunk)]
+        others = [chunk for chunk in chunks if not self._decodes(chunk)]
         with self._on_stream():
-            record, tokens, logprobs, event = self._ring.next()
-            decodes = [chunk for chunk in chunks if self._decodes(chunk)]
-            others = [chunk for chunk in chunks if not self._decodes(chunk)]
-            samplers = self._mixed(record, decodes, others) if others else self._decode(record, decodes)
-            pending = self._fetch([chunk.sequence if chunk else None for chunk in samplers], tokens, logprobs, event)
-            at = len(decodes)
-            for chunk in others:
-                if chunk.sequence.score is not None:
-                    self._score(chunk, at)
-                at += chunk.count
-            for chunk in chunks:
-                chunk.sequence.computed += chunk.count
-            return pending
+            if decodes and others and self._apart(others):
+                first = self._start(decodes, [])
+                self._set_aside(first)
+                pending: Pending | Both = Both([first, self._start([], others)])
+            else:
+                pending = self._start(decodes, others)
+        for chunk in chunks:
+            chunk.sequence.computed += chunk.count
+        return pending
+
+    def _apart(self, others: list[Chunk]) -> bool:
+        """Whether chunks beside decoding rows are launched by themselves."""
+        return (len(others) <= PREFILL_ROWS[-1] and sum(chunk.count for chunk in others) <= self.apart_tokens
+                and all(chunk.sequence.score is None for chunk in others))
+
+    def _start(self, decodes: list[Chunk], others: list[Chunk]) -> Pending:
+        """One launch."""
+        record, tokens, logprobs, event = self._ring.next()
+        samplers = self._mixed(record, decodes, others) if others else self._decode(record, decodes)
+        pending = self._fetch([chunk.sequence if chunk else None for chunk in samplers], tokens, logprobs, event)
+        at = len(decodes)
+        for chunk in others:
+            if chunk.sequence.score is not None:
+                self._score(chunk, at)
+            at += chunk.count
+        return pending
+
+    def _set_aside(self, pending: Pending) -> None:
+        """Keep what a launch has sampled from the next one of the same step, which samples into the same rows."""
+        samples, count = self._arena.layout.samples, len(pending.samplers)
+        self._arena.sampled[samples:samples + count].copy_(self._arena.sampled[:count])
+        for sequence in pending.samplers:
+            if sequence is not None:
+                self._slots.of(sequence).sample += samples
 
     def _decodes(self, chunk: Chunk) -> bool:
         """Whether decode kernels compute the chunk. One token of a prompt may be all that a step has room for: in
@@ -151,9 +191,10 @@ class CudaRunner:
         record.write_sampling(sequences)
         self._send(record, writer.finish(size))
         masks = _adjusted(sequences)
-        key = Key("decode", size, size)
-        if masks or not self._replay(key):
+        if not self._replay(Key("body" if masks else "decode", size, size)):
             self._steps.body(Shape(size, decodes=size))
+            self._head(size, masks)
+        elif masks:
             self._head(size, masks)
         return [chunk if _ends(chunk) else None for chunk in chunks]
 
