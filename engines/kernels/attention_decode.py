@@ -79,7 +79,7 @@ def decode_kernel(q_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, acc_ptr, stats_ptr, 
                   LIVE2: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
                   SOFTCAP: tl.constexpr, MERGE: tl.constexpr, CHUNK: tl.constexpr, QUANT: tl.constexpr,
                   GROUP: tl.constexpr, EXACT: tl.constexpr, AHEAD: tl.constexpr, THREADS: tl.constexpr,
-                  DELAY: tl.constexpr, PDL: tl.constexpr) -> None:
+                  DELAY: tl.constexpr, PDL: tl.constexpr, PACKED: tl.constexpr) -> None:
     """One program a (kv head, item). LIVE2 >= query_len * GQA rows are merged, ROWS >= 16 of them are attended."""
     kv_head = tl.program_id(0)
     item = tl.program_id(1)
@@ -107,7 +107,7 @@ def decode_kernel(q_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, acc_ptr, stats_ptr, 
         for start in tl.range(begin, end, TILE):
             m, total, acc = attention_step(q, m, total, acc, start, end, last_key, table, k_ptr, v_ptr, kv_head,
                                            num_kv_heads, 0, dims, scale, HEAD_DIM, BLOCK_SIZE, TILE, True,
-                                           QUERY_LEN > 1, WINDOW, SOFTCAP, EXACT)
+                                           QUERY_LEN > 1, WINDOW, SOFTCAP, EXACT, PACKED)
         finish_item(m, total, acc, item, split, splits, sequence, kv_head, row, dims, acc_ptr, stats_ptr, counter_ptr,
                     v_scale_ptr, out_ptr, scales_ptr, input_scale_ptr, pre_quant_ptr, out_stride, num_groups,
                     num_kv_heads, QUERY_LEN, GQA, HEAD_DIM, LIVE2, MERGE, CHUNK, QUANT, GROUP)
@@ -143,8 +143,6 @@ def candidates(head_dim: int, block_size: int, kv_bytes: int, device: DeviceFact
     if block_size != next_pow2(block_size):
         raise ValueError(f"block_size must be a power of two, found {block_size}")
     tiles, rules, merges, fused = _space(batch, max(1, device.num_sms), deterministic, kv_bytes)
-    if kv_bytes == 1:  # four warps would spill while they widen the codes
-        tiles = [(tile, 8, 2) if tile == 128 else (tile, warps, stages) for tile, warps, stages in tiles]
     row = 2 * next_pow2(head_dim) * kv_bytes
 
     def fitting(offered: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
@@ -156,6 +154,11 @@ def candidates(head_dim: int, block_size: int, kv_bytes: int, device: DeviceFact
              for tile, warps, stages in fitting(tiles) or fitting([(64, 4, 2)]) or [(32, 4, 2)]
              for split, target, least in rules for merge in merges for one in fused if split % tile == 0]
     return list(dict.fromkeys(found))
+
+
+def packed_codes(cache: torch.Tensor) -> bool:
+    """Whether a decode kernel loads this cache four codes to a word."""
+    return cache.dtype.itemsize == 1 and not INTERPRETED
 
 
 def check_epilogue(quant: ActQuant, group: int, head_dim: int, query_len: int) -> None:
@@ -210,7 +213,8 @@ def launch(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_
         input_scale, pre_quant_scale, *following, sm_scale, block_table.stride(0), out.stride(0), num_groups,
         num_kv_heads, **how, ROWS=max(16, next_pow2(live)),
         LIVE2=next_pow2(live), BLOCK_SIZE=block_size, TILE=config["TILE"], WINDOW=work.window, SOFTCAP=softcap,
-        MERGE=config["MERGE"], EXACT=INTERPRETED, CHUNK=merge_chunk(live, block_d), **common, **options)
+        MERGE=config["MERGE"], EXACT=INTERPRETED, CHUNK=merge_chunk(live, block_d),
+        PACKED=packed_codes(k_cache), **common, **options)
     if not config["MERGE"]:
         launch_merge(work, num_kv_heads, live, v_scale, out, scales, input_scale, pre_quant_scale, num_groups, common,
                      options)

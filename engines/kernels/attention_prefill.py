@@ -59,7 +59,7 @@ def _rows_step(q, m, total, acc, start, end, last_key, k_desc, v_desc, first_row
     v = v_desc.load([first_row + start, column])
     if MASKED:  # rows at the end and beyond are others', or nobody's, whatever they hold: 0 * NaN is NaN
         v = tl.where(inside[:, None], v, 0.0)
-    return attend(q, m, total, acc, key, inside, k, v, last_key, scale, MASKED, True, WINDOW, SOFTCAP, EXACT)
+    return attend(q, m, total, acc, key, inside, k, v, last_key, scale, MASKED, True, WINDOW, SOFTCAP, EXACT, k.dtype)
 
 
 @triton.jit(do_not_specialize=["table_stride"],
@@ -112,7 +112,7 @@ def prefill_kernel(q_ptr, k_ptr, v_ptr, k_desc, v_desc, table_ptr, cu_q_ptr, seq
                 else:
                     m, total, acc = attention_step(q, m, total, acc, start, end, last_key, table, k_ptr, v_ptr,
                                                    kv_head, num_kv_heads, kv_stride, dims, scale, HEAD_DIM,
-                                                   BLOCK_SIZE, TILE, False, True, WINDOW, SOFTCAP, EXACT)
+                                                   BLOCK_SIZE, TILE, False, True, WINDOW, SOFTCAP, EXACT, False)
         for start in tl.range(masked_from, end, TILE):
             if TMA:
                 m, total, acc = _rows_step(q, m, total, acc, start, end, last_key, k_desc, v_desc, begin_q,
@@ -120,7 +120,7 @@ def prefill_kernel(q_ptr, k_ptr, v_ptr, k_desc, v_desc, table_ptr, cu_q_ptr, seq
             else:
                 m, total, acc = attention_step(q, m, total, acc, start, end, last_key, table, k_ptr, v_ptr, kv_head,
                                                num_kv_heads, kv_stride, dims, scale, HEAD_DIM, BLOCK_SIZE, TILE, True,
-                                               True, WINDOW, SOFTCAP, EXACT)
+                                               True, WINDOW, SOFTCAP, EXACT, False)
         store_rows(normalised(acc, total, v_scale_ptr), (begin_q + token)[:, None], kv_head * GQA + row % GQA, live,
                    dims,
                    out_ptr, None, input_scale_ptr, pre_quant_ptr, out_stride, 0, HEAD_DIM, QUANT, 0)
