@@ -178,7 +178,7 @@ def launch(qkv: torch.Tensor, cos_sin: torch.Tensor, k_cache: torch.Tensor, v_ca
         out, scales, input_scale, pre_quant_scale, *following, sm_scale, qkv.stride(0), block_table.stride(0),
         out.stride(0), num_groups, num_kv_heads, ROWS=max(16, next_pow2(gqa)), LIVE2=next_pow2(gqa),
         BLOCK_SIZE=block_size, TILE=config["TILE"], WINDOW=work.window, SOFTCAP=softcap, MERGE=config["MERGE"],
-        EXACT=INTERPRETED, EARLY=early and config.pdl, PACKED=packed_codes(k_cache), **how,
+        EXACT=INTERPRETED, EARLY=early and config.pdl, PACKED=packed_codes(config, k_cache), **how,
         CHUNK=merge_chunk(gqa, block_d), **common, **options)
     if not config["MERGE"]:
         launch_merge(work, num_kv_heads, gqa, v_scale, out, scales, input_scale, pre_quant_scale, num_groups, common,
