@@ -22,7 +22,8 @@ from engines.engine import Engine
 from engines.errors import EngineError
 from engines.request import CompletionOutput, PromptScore, RequestOutput, SamplingParams
 from engines.runtime.choices import Choices
-from engines.runtime.loop import Loop, TokenEvent
+from engines.runtime.events import TokenEvent
+from engines.runtime.loop import Loop
 from engines.runtime.memory import MemoryWatch
 from engines.runtime.protocols import Runner
 from engines.runtime.runner import CpuRunner

@@ -18,7 +18,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence as Ordered
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -35,6 +34,7 @@ from engines.request import (
 from engines.runtime.admission import PLAIN, Admission, Terms
 from engines.runtime.blocks import BlockPool
 from engines.runtime.choices import Choices, release, take_step
+from engines.runtime.events import TokenEvent
 from engines.runtime.grammar import GrammarError, Grammars
 from engines.runtime.protocols import ChoiceRunner, Launched, Runner
 from engines.runtime.sampler import Fault
@@ -42,21 +42,6 @@ from engines.runtime.scheduler import Chunk, Scheduler
 from engines.runtime.sequence import Sequence
 
 _LOG = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
-    """One more token of request ``number``, and the text that became safe to show with it.
-
-    ``token`` None: it ended without one (deadline or error, which ``error`` explains).
-    """
-
-    number: int
-    token: int | None
-    text: str
-    logprob: TokenLogprob | None
-    finish_reason: FinishReason | None
-    error: str | None = None
 
 
 class Loop:
@@ -130,9 +115,10 @@ class Loop:
         events = self._expire()
         chunks = self._scheduler.schedule()
         if chunks:
-            events += self._launch(chunks)
-        while self._flights and (len(self._flights) > self._runner.lookahead or not chunks):
-            events += self._read(self._flights.popleft())
+            for part in self._runner.parts(chunks):
+                events += self._launch(part)
+        else:
+            events += self._land(0)
         if self.idle:
             self._pool.settle()
         return events
@@ -156,8 +142,20 @@ class Loop:
         text = "" if sequence.text is None else sequence.text.finish()
         return TokenEvent(sequence.number, None, text, None, reason, message)
 
-    def _launch(self, chunks: list[Chunk]) -> list[TokenEvent]:
-        """Start a step. When it raises, start it sequence by sequence, so that the culprit fails alone."""
+    def _land(self, most: int) -> list[TokenEvent]:
+        """Read the oldest launches until ``most`` are under way."""
+        events: list[TokenEvent] = []
+        while len(self._flights) > most:
+            events += self._read(self._flights.popleft())
+        return events
+
+    def _launch(self, chunks: Ordered[Chunk]) -> list[TokenEvent]:
+        """Start a step or a part of one. When it raises, start it sequence by sequence, so that the culprit fails
+        alone; a runner has room for no more than its ``lookahead`` and what is being started, so older ones are read.
+        """
+        chunks = [chunk for chunk in chunks if not chunk.sequence.finished]  # an older launch, read meanwhile, ended it
+        if not chunks:
+            return []
         before = [chunk.sequence.computed for chunk in chunks]
         try:
             self._flights.append(self._runner.launch(chunks))
@@ -170,7 +168,8 @@ class Loop:
             return [self._fail(chunks[0].sequence, "error", f"{type(error).__name__}: {error}")]
         self.steps += 1
         self.tokens_computed += sum(chunk.count for chunk in chunks)
-        return [event for chunk in chunks if (event := self._launched(chunk.sequence)) is not None]
+        events = [event for chunk in chunks if (event := self._launched(chunk.sequence)) is not None]
+        return events + self._land(self._runner.lookahead)
 
     def _launched(self, sequence: Sequence) -> TokenEvent | None:
         """A step has this sequence in it: keep full blocks, and await its next token; a finished score is an event."""

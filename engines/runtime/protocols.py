@@ -21,13 +21,16 @@ class Launched(Protocol):
 
 
 class Runner(Protocol):
-    """What runs chunks: ``launch`` starts a step, advances ``Sequence.computed`` and fills prompt scores.
+    """What runs chunks: ``launch`` starts a step, advances ``Sequence.computed`` and fills prompt scores; ``parts`` are
+    the launches that it would have a step be.
 
     ``adjusts_logits``: penalties, bias, grammars and min-p are honoured; elsewhere requests with them are refused.
     """
 
     lookahead: int
     adjusts_logits: bool
+
+    def parts(self, chunks: Ordered[Chunk]) -> Ordered[Ordered[Chunk]]: ...
 
     def launch(self, chunks: Ordered[Chunk]) -> Launched: ...
 

@@ -44,6 +44,10 @@ class CpuRunner:
         self._backend = backend
         self._block_size = block_size
 
+    def parts(self, chunks: Ordered[Chunk]) -> list[Ordered[Chunk]]:
+        """A step is one launch."""
+        return [chunks]
+
     @torch.inference_mode()
     def launch(self, chunks: Ordered[Chunk]) -> Computed:
         """Compute the chunks; fills the scores of scoring sequences and returns the next token of the others.

@@ -6,6 +6,7 @@ A process of its own with TRITON_INTERPRET=1, as the interpreter must be chosen 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -19,6 +20,8 @@ from engines.build.builder import build
 from engines.llm import LLM
 from engines.plan import EngineSpec
 from engines.request import Grammar, SamplingParams
+from engines.runtime.protocols import Launched
+from engines.runtime.scheduler import Chunk
 
 SCHEMES = {
     "int8": INT8,
@@ -32,6 +35,29 @@ def late(op: object) -> NoReturn:
     raise AssertionError(f"a step looks a weight up ({op}), which may read it: no CUDA graph could be captured")
 
 
+def again_alone(gpu: LLM) -> None:
+    """A step that raises is started sequence by sequence: more launches than may be under way, and no token changes."""
+    six = [[5 * i + 1, 5 * i + 2] for i in range(6)]
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    gpu.forget_prefixes()
+    plain = [out.outputs[0].token_ids for out in gpu.generate(six, params)]
+    assert gpu._gpu is not None
+    runner, failed = gpu._gpu.runner, []
+    inner = runner.launch
+
+    def failing(chunks: Sequence[Chunk]) -> Launched:
+        if len(chunks) == 6 and len(failed) < 2:  # the prompts, and the first decoding step
+            failed.append(chunks)
+            raise RuntimeError("injected")
+        return inner(chunks)
+
+    runner.launch = failing  # type: ignore[method-assign]
+    gpu.forget_prefixes()
+    found = [out.outputs[0].token_ids for out in gpu.generate(six, params)]
+    assert len(failed) == 2
+    assert found == plain, (found, plain)
+
+
 def main(work: Path, scheme: str) -> None:
     torch.set_num_threads(1)
     wide = 4 if scheme == "fp8_block" else 1
@@ -39,7 +65,7 @@ def main(work: Path, scheme: str) -> None:
                         head_dim=16 * wide, hidden_size=32 * wide, intermediate_size=128)
     kv = Grid(dtype="int8") if scheme == "int8_static" else BF16
     checkpoint = MemoryCheckpoint.of(folder, SCHEMES[scheme], input_scale=0.05, kv=kv)
-    limits = {"max_seq_len": 48, "max_batch_size": 2, "max_num_tokens": 16, "tune": "none"}
+    limits = {"max_seq_len": 48, "max_batch_size": 6, "max_num_tokens": 16, "tune": "none"}
     cpu = LLM(build(checkpoint, EngineSpec(**limits), work / "cpu"))
     gpu = LLM(build(checkpoint, EngineSpec(device="interpreter", memory=64 << 20, **limits), work / "gpu"))
     assert gpu._gpu is not None
@@ -72,6 +98,7 @@ def main(work: Path, scheme: str) -> None:
         ours, theirs = ([out.outputs[0].token_ids for out in llm.generate(prompts, asked)] for llm in (gpu, cpu))
         assert ours == theirs, (ours, theirs)
     assert gpu.stats()["prefix_hit_tokens"] > 0
+    again_alone(gpu)
 
 
 if __name__ == "__main__":

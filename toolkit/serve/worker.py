@@ -26,7 +26,8 @@ from calib.errors import ToolkitError
 from engines.llm import LLM
 from engines.request import SamplingParams, TokenLogprob
 from engines.runtime.admission import Terms
-from engines.runtime.loop import Loop, TokenEvent
+from engines.runtime.events import TokenEvent
+from engines.runtime.loop import Loop
 from toolkit.serve.wire import BlockingWire, Message
 
 _LOG = logging.getLogger(__name__)

@@ -127,8 +127,7 @@ class Arena:
         self.final = torch.zeros(layout.samples * model.hidden_size * 2, dtype=torch.uint8, device=device)
         self.final_scales = torch.zeros(layout.samples * max(1, model.hidden_size // 32), device=device)
         self.logits = torch.zeros(layout.samples, model.vocab_size, dtype=logits_dtype(plan), device=device)
-        #: A launch samples into the first half; a step of two launches keeps what the first one sampled in the second.
-        self.sampled = torch.zeros(2 * layout.samples, dtype=torch.int32, device=device)
+        self.sampled = torch.zeros(layout.samples, dtype=torch.int32, device=device)
         self.logprobs = torch.zeros(layout.samples, dtype=torch.float32, device=device)
         self.sampling = sample.workspace(layout.samples, model.vocab_size, configs.of("sample"), device)
 

@@ -8,9 +8,9 @@ have to visit the host to be the next step's input, as ``kernels/prepare`` takes
     device   ... step n | step n+1                  | step n+2 ...
 
 **Prompts beside decoding rows.** A mixed step has no graph, and Python launches its kernels more slowly than the device
-runs a short one. So where the new chunks are short, such a step is two launches: the graph of the decoding rows, then
-that of the chunks. The weights are read once more, but nobody waits for Python: a prompt of 128 tokens that joined 7
-rows cost the step 39 ms, and costs 4 (an H200, 8B at fp8).
+runs a short one. So where the new chunks are short, such a step is two launches (``parts``): the graph of the decoding
+rows, then that of the chunks, while which the rows' tokens are read. The weights are read once more, but nobody waits
+for Python: a prompt of 128 tokens that joined 7 rows cost the step 39 ms, and costs 4 (an H200, 8B at fp8).
 
 A sequence that stops in step n is in step n+1 already: that token is dropped. Its blocks may be given away at once, as
 whatever comes to lie in them is written by a later step.
@@ -23,15 +23,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Ordered
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 
 from engines.plan import Plan
-from engines.request import TokenLogprob
 from engines.runtime.cuda.arena import Arena
 from engines.runtime.cuda.graphs import PREFILL_ROWS, PREFILL_TOKENS, Graphs, Key, decode_sizes, smallest
+from engines.runtime.cuda.pending import Pending, Ring
 from engines.runtime.cuda.record import HostRecord, RowWriter, Slots
 from engines.runtime.cuda.shape import Shape
 from engines.runtime.cuda.steps import Steps
@@ -39,76 +37,6 @@ from engines.runtime.sampler import Fault, adjust, adjusts
 from engines.runtime.scheduler import Chunk
 from engines.runtime.scores import score_rows
 from engines.runtime.sequence import Sequence
-
-Choice = tuple[Sequence, int | Fault, TokenLogprob | None]
-
-
-@dataclass(slots=True)
-class Pending:
-    """A launched step. ``result`` waits for it."""
-
-    samplers: list[Sequence | None]
-    tokens: np.ndarray
-    logprobs: np.ndarray
-    event: torch.cuda.Event | None
-    tops: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    faults: dict[int, Fault] = field(default_factory=dict)
-
-    def result(self) -> list[Choice]:
-        """The next token of every sequence that got one; a Fault where the logits are not numbers."""
-        if self.event is not None:
-            self.event.synchronize()
-        found: list[Choice] = []
-        for index, sequence in enumerate(self.samplers):
-            if sequence is None:
-                continue
-            token = int(self.tokens[index])
-            if token < 0 or index in self.faults:
-                fault = self.faults.get(index) or Fault(
-                    f"the logits at position {len(sequence.tokens)} are not finite")
-                found.append((sequence, fault, None))
-                continue
-            found.append((sequence, token, self._logprob(index, token, sequence)))
-        return found
-
-    def _logprob(self, index: int, token: int, sequence: Sequence) -> TokenLogprob | None:
-        if sequence.params.logprobs is None:
-            return None
-        top: dict[int, float] = {}
-        if index in self.tops:
-            values, ids = self.tops[index]
-            top = dict(zip(ids.tolist(), values.tolist(), strict=True))
-        return TokenLogprob(token_id=token, logprob=float(self.logprobs[index]), top=top)
-
-
-@dataclass(slots=True)
-class Both:
-    """A step of two launches."""
-
-    parts: list[Pending]
-
-    def result(self) -> list[Choice]:
-        """The tokens of both."""
-        return [choice for part in self.parts for choice in part.result()]
-
-
-class _Ring:
-    """Host buffers of launches under way: one more than can be in flight."""
-
-    def __init__(self, arena: Arena, pinned: bool, count: int) -> None:
-        samples = arena.layout.samples
-        self._records = [HostRecord(arena.layout, pinned) for _ in range(count)]
-        self._tokens = [torch.zeros(samples, dtype=torch.int32, pin_memory=pinned) for _ in range(count)]
-        self._logprobs = [torch.zeros(samples, dtype=torch.float32, pin_memory=pinned) for _ in range(count)]
-        self._events: list[torch.cuda.Event | None] = [torch.cuda.Event() if pinned else None for _ in range(count)]
-        self._at = 0
-
-    def next(self) -> tuple[HostRecord, torch.Tensor, torch.Tensor, torch.cuda.Event | None]:
-        self._at = (self._at + 1) % len(self._records)
-        event = self._events[self._at]
-        if event is not None:
-            event.synchronize()
-        return self._records[self._at], self._tokens[self._at], self._logprobs[self._at], event
 
 
 class CudaRunner:
@@ -125,7 +53,7 @@ class CudaRunner:
                  stream: torch.cuda.Stream | None) -> None:
         self._plan, self._arena, self._steps, self._graphs, self._stream = plan, arena, steps, graphs, stream
         self._slots = Slots(plan.limits.max_batch_size)
-        self._ring = _Ring(arena, stream is not None, 2 * (self.lookahead + 1) + 1)
+        self._ring = Ring(arena, stream is not None, self.lookahead + 2)
         self._sizes = decode_sizes(plan.limits.max_batch_size)
         self._unmasked: torch.Tensor | None = None
         self._faults: dict[int, Fault] = {}
@@ -134,46 +62,31 @@ class CudaRunner:
     def _on_stream(self) -> AbstractContextManager[object]:
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
-    @torch.inference_mode()
-    def launch(self, chunks: Ordered[Chunk]) -> Pending | Both:
-        """Start a step; ``Sequence.computed`` is advanced here."""
-        decodes = [chunk for chunk in chunks if self._decodes(chunk)]
+    def parts(self, chunks: Ordered[Chunk]) -> list[Ordered[Chunk]]:
+        """A step's launches: decoding rows, and short prompts beside them, have graphs of their own."""
         others = [chunk for chunk in chunks if not self._decodes(chunk)]
+        decodes = [chunk for chunk in chunks if self._decodes(chunk)]
+        apart = (len(others) <= PREFILL_ROWS[-1] and sum(chunk.count for chunk in others) <= self.apart_tokens
+                 and all(chunk.sequence.score is None for chunk in others))
+        return [decodes, others] if decodes and others and apart else [chunks]
+
+    @torch.inference_mode()
+    def launch(self, chunks: Ordered[Chunk]) -> Pending:
+        """Start a step, or a part of one; ``Sequence.computed`` is advanced here."""
         with self._on_stream():
-            if decodes and others and self._apart(others):
-                first = self._start(decodes, [])
-                self._set_aside(first)
-                pending: Pending | Both = Both([first, self._start([], others)])
-            else:
-                pending = self._start(decodes, others)
-        for chunk in chunks:
-            chunk.sequence.computed += chunk.count
-        return pending
-
-    def _apart(self, others: list[Chunk]) -> bool:
-        """Whether chunks beside decoding rows are launched by themselves."""
-        return (len(others) <= PREFILL_ROWS[-1] and sum(chunk.count for chunk in others) <= self.apart_tokens
-                and all(chunk.sequence.score is None for chunk in others))
-
-    def _start(self, decodes: list[Chunk], others: list[Chunk]) -> Pending:
-        """One launch."""
-        record, tokens, logprobs, event = self._ring.next()
-        samplers = self._mixed(record, decodes, others) if others else self._decode(record, decodes)
-        pending = self._fetch([chunk.sequence if chunk else None for chunk in samplers], tokens, logprobs, event)
-        at = len(decodes)
-        for chunk in others:
-            if chunk.sequence.score is not None:
-                self._score(chunk, at)
-            at += chunk.count
-        return pending
-
-    def _set_aside(self, pending: Pending) -> None:
-        """Keep what a launch has sampled from the next one of the same step, which samples into the same rows."""
-        samples, count = self._arena.layout.samples, len(pending.samplers)
-        self._arena.sampled[samples:samples + count].copy_(self._arena.sampled[:count])
-        for sequence in pending.samplers:
-            if sequence is not None:
-                self._slots.of(sequence).sample += samples
+            record, tokens, logprobs, event = self._ring.next()
+            decodes = [chunk for chunk in chunks if self._decodes(chunk)]
+            others = [chunk for chunk in chunks if not self._decodes(chunk)]
+            samplers = self._mixed(record, decodes, others) if others else self._decode(record, decodes)
+            pending = self._fetch([chunk.sequence if chunk else None for chunk in samplers], tokens, logprobs, event)
+            at = len(decodes)
+            for chunk in others:
+                if chunk.sequence.score is not None:
+                    self._score(chunk, at)
+                at += chunk.count
+            for chunk in chunks:
+                chunk.sequence.computed += chunk.count
+            return pending
 
     def _decodes(self, chunk: Chunk) -> bool:
         """Whether decode kernels compute the chunk. One token of a prompt may be all that a step has room for: in
