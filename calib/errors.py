@@ -56,12 +56,18 @@ class CalibrationDataError(CalibError):
 
 
 class UnknownNameError(ToolkitError):
-    """A name that is not on the list; the hint names near matches and the list."""
+    """A name that is not on the list; the hint names near matches and the list, and what to do ``instead``."""
 
     code = "unknown_name"
 
-    def __init__(self, what: str, name: str, known: Iterable[str]) -> None:
-        names = sorted(known)
-        near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-        meant = f"Did you mean {near[0]!r}? " if near else ""
-        super().__init__(f"unknown {what} {name!r}", f"{meant}Known: {', '.join(names) or 'none'}.")
+    def __init__(self, what: str, name: str, known: Iterable[str], instead: str = "") -> None:
+        super().__init__(f"unknown {what} {name!r}", name_hint(name, known, instead))
+
+
+def name_hint(name: str, known: Iterable[str], instead: str = "") -> str:
+    """What to do about a name that is not on the list: the nearest, the list where there is any, ``instead``."""
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+    said = [f"Did you mean {near[0]!r}?"] if near else []
+    said.append(f"Known: {', '.join(names)}." if names else "" if instead else "There is none here yet.")
+    return " ".join(part for part in (*said, instead) if part)

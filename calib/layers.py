@@ -108,13 +108,24 @@ def kind_of(name: str, config: Mapping[str, Any]) -> str:
 
 def family_of(config: Mapping[str, Any], origin: str) -> Family:
     """The model's family, or a CalibError that names its architecture and the supported ones, or a missing key."""
-    architectures = config.get("architectures") or []
-    name = architectures[0] if architectures else f"model_type {config.get('model_type')!r}"
+    if not config.get("architectures"):
+        raise CalibError(f"config.json of {origin} has no 'architectures'", _architectures_hint(config))
+    name = config["architectures"][0]
     if name not in FAMILIES:
         raise CalibError(f"{origin} is a {name}{kind_of(name, config)}, which is not supported",
                          f"Supported architectures: {', '.join(sorted(FAMILIES))}.")
     check_complete(config, f"config.json of {origin}")
     return FAMILIES[name]
+
+
+def _architectures_hint(config: Mapping[str, Any]) -> str:
+    """What to add to a config.json that names no class: the one that its model_type stands for, where we know it."""
+    kind = str(config.get("model_type") or "")
+    plain = kind.removesuffix("_text").replace("_", "")
+    known = next((name for name in FAMILIES if name.removesuffix("ForCausalLM").lower() == plain), None)
+    if known is not None:
+        return f'Add "architectures": ["{known}"] to it: its model_type is {kind!r}.'
+    return f'Add "architectures": [...] with one of the supported: {", ".join(sorted(FAMILIES))}.'
 
 
 def is_tied(config: Mapping[str, Any]) -> bool:

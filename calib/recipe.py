@@ -8,13 +8,16 @@ method are refused too. What each recipe costs is measured in ``docs/recipes.md`
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, ValidationError, model_validator
 
-from calib.errors import CalibError, UnknownNameError
+from calib.choices import KvChoice
+from calib.errors import CalibError, UnknownNameError, name_hint, shown
+from calib.faults import fault_words
 from calib.recipe_rules import check_layout, check_method, raises
 from calib.scheme import BF16, FIXED_GROUPS, Frozen, Grid, PerChannel, PerGroup
 from calib.yaml_text import read_yaml
@@ -24,6 +27,15 @@ Method = Literal["none", "max", "smooth", "awq_lite", "awq", "gptq"]
 LayoutName = Literal["hf", "modelopt", "compressed-tensors", "awq", "gptq"]
 EightBits = Literal["fp8", "int8"]
 DEFAULT = "default"
+_ENDINGS = (".yaml", ".yml")
+_OWN = "A recipe of your own is a file that ends in .yaml."
+#: How each key is written, for whoever wrote it otherwise.
+WRITTEN = {"name": "my-recipe", "summary": "what it is for", "method": "max", "layout": "compressed-tensors",
+           "weight": "{dtype: int8, granularity: {kind: channel}}",
+           "activation": "{dtype: int8, granularity: {kind: token}, dynamic: true}", "group_sizes": "[128, 64, 32]",
+           "alphas": "[0, 0.5, 0.7]", "alpha_step": "0.1", "clip_ratios": "[1.0, 0.95, 0.9]", "damping": "0.01",
+           "act_order": "static", "keep": "['*.down_proj']", "protect": "2", "raised": "{int8: ['*.down_proj']}",
+           "lm_head": "int8", "rows": "16", "choose_tokens": "2048", "seed": "0"}
 #: Eight-bit weights beside a recipe's own: one scale per channel.
 EIGHT_BITS: dict[str, Grid] = {"fp8": Grid(dtype="fp8_e4m3", granularity=PerChannel()),
                                "int8": Grid(dtype="int8", granularity=PerChannel())}
@@ -104,6 +116,10 @@ class Recipe(Frozen):
         static = self.activation is not None and not self.activation.dynamic
         return self.method in ("smooth", "awq_lite", "awq", "gptq") or static
 
+    def needs_data(self, kv_cache: KvChoice = "bf16") -> bool:
+        """Whether calibration or choose text is needed: for scales, for a quantized KV cache, for measured choices."""
+        return self.calibrates_activations or kv_cache != "bf16" or bool(self.protect)
+
     @property
     def solved(self) -> bool:
         """Whether calib.solve finds the codes, layer by layer, because modelopt has no such method.
@@ -159,34 +175,116 @@ def explain(name_or_path: str | Path) -> list[Setting]:
 
 def _path_of(name_or_path: str | Path) -> Path:
     path = Path(name_or_path)
-    if path.suffix in (".yaml", ".yml"):
+    if path.suffix in _ENDINGS:
+        if not path.is_file():
+            raise CalibError(f"there is no recipe file {path}",
+                             f"Check the path, or name a built-in recipe: {', '.join(recipe_names())}.")
         return path
     if str(name_or_path) not in recipe_names():
-        raise UnknownNameError("recipe", str(name_or_path), recipe_names())
+        raise UnknownNameError("recipe", str(name_or_path), recipe_names(), _OWN)
     return RECIPES / f"{name_or_path}.yaml"
 
 
 def _validated(path: Path, composed: dict[str, Setting]) -> Recipe:
     try:
-        return Recipe.model_validate({key: setting.value for key, setting in composed.items()})
+        return Recipe.model_validate(_values(composed))
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        source = composed[str(first["loc"][0])].origin if first["loc"] and str(first["loc"][0]) in composed else ""
+        faults = error.errors()
+        first = next((fault for fault in faults if fault["type"] == "extra_forbidden"), faults[0])
+        place = [str(part) for part in first["loc"]]
+        if not place and (pair := _clash(path)) and pair[2] == fault_words(first):
+            raise CalibError(f"recipe {path.name} extends {pair[0]} and {pair[1]}, which do not combine: {pair[2]}",
+                             f"Extend one of them and write out what you want of the other, or overrule in {path.name} "
+                             "the lines that do not fit.") from error
+        source = composed[place[0]].origin if place and place[0] in composed else ""
         origin = f" (from {source})" if source not in ("", path.name) else ""
-        what = str(first["msg"]).removeprefix("Value error, ")
-        raise CalibError(f"recipe {path.name}: {where + ': ' if where else ''}{what}{origin}",
-                         f"Known keys: {', '.join(Recipe.model_fields)}.") from error
+        where = f"{'.'.join(place)}: " if place else ""
+        words = fault_words(first)
+        raise CalibError(f"recipe {path.name}: {where}{words}{origin}", _hint(str(first["type"]), place) if place else
+                         _rule_hint(words, composed)) from error
+
+
+def _values(composed: dict[str, Setting]) -> dict[str, Any]:
+    return {key: setting.value for key, setting in composed.items()}
+
+
+def _hint(kind: str, place: list[str]) -> str:
+    """What to do about a value: the key's own syntax, or the keys there are."""
+    if kind == "extra_forbidden" and len(place) == 1:
+        return name_hint(place[0], ("extends", *Recipe.model_fields))
+    said = f"Write it like `{place[0]}: {WRITTEN[place[0]]}`"
+    return f"{said}, or start from another recipe: `extends: int8`." if kind == "missing" else f"{said}."
+
+
+def _rule_hint(rule: str, composed: dict[str, Setting]) -> str:
+    """What to do about a rule that is broken: the keys that it names, with their files."""
+    named = [setting for key, setting in composed.items() if re.search(rf"\b{key}\b", rule)]
+    if not named:
+        return "Compare it with a recipe that goes: `toolkit plan MODEL --recipe int8 --explain` shows one."
+    said = " or ".join(f"{setting.key} (in {setting.origin})" for setting in named)
+    return f"Change {said}; written like {', '.join(f'`{one.key}: {WRITTEN[one.key]}`' for one in named)}."
+
+
+def _clash(path: Path) -> tuple[str, str, str] | None:
+    """The first two that a recipe, or one that it extends, puts together against a rule: both names, and the rule."""
+    bases = _bases(path)
+    for later, second in enumerate(bases):
+        for first in bases[:later]:
+            one, other = _composed(first, ()), _composed(second, ())
+            if (rule := _broken_rule(one | other)) and not _broken_rule(one) and not _broken_rule(other):
+                return _named(first, one), _named(second, other), rule
+    return next((found for base in bases if (found := _clash(base))), None)
+
+
+def _named(path: Path, composed: dict[str, Setting]) -> str:
+    method = composed.get("method")
+    return (path.stem if path.parent == RECIPES else path.name) + (f" (method {method.value!r})" if method else "")
+
+
+def _broken_rule(composed: dict[str, Setting]) -> str:
+    """The rule that settings break although each of them is right; empty where there is none."""
+    try:
+        Recipe.model_validate(_values(composed))
+    except ValidationError as error:
+        return next((fault_words(fault) for fault in error.errors() if not fault["loc"]), "")
+    return ""
+
+
+def _read(path: Path) -> dict[Any, Any]:
+    return read_yaml(path, CalibError, "A recipe file holds keys and values; see the built-in recipes.")
+
+
+def _bases(path: Path) -> list[Path]:
+    """The files that a recipe extends, in order. CalibError names an entry that is none."""
+    content = _read(path)
+    if "extends" not in content:
+        return []
+    said = content["extends"]
+    entries = said if isinstance(said, list) else [said]
+    wrong = next((entry for entry in entries if not isinstance(entry, str)), None if entries else said)
+    if not entries or wrong is not None or None in entries:
+        raise CalibError(f"recipe {path.name}: extends: must name recipes, not {shown(wrong)}",
+                         "Write it like `extends: int8`, or for several, of which the later win, "
+                         "`extends: [int8, mine.yaml]`.")
+    return [_base(path, entry) for entry in entries]
+
+
+def _base(path: Path, entry: str) -> Path:
+    place = RECIPES / f"{entry}.yaml" if entry in recipe_names() else path.parent / entry
+    if not place.is_file():
+        several = "Several are a list, like `extends: [int8, mine.yaml]`. " if "," in entry or " " in entry else ""
+        what = f"there is no file {place}" if place.suffix in _ENDINGS else "no recipe has that name"
+        raise CalibError(f"recipe {path.name}: extends: {shown(entry)} is unknown: {what}",
+                         several + name_hint(entry, recipe_names(), _OWN))
+    return place
 
 
 def _composed(path: Path, seen: tuple[Path, ...]) -> dict[str, Setting]:
     """The YAML's settings over those of what it extends; keys of the file itself win, then later bases."""
     if path in seen:
         raise CalibError(f"recipe {path.name} extends itself", "Break the circle of extends.")
-    content = read_yaml(path, CalibError, "A recipe file holds keys and values; see the built-in recipes.")
-    bases = content.pop("extends", [])
     composed: dict[str, Setting] = {}
-    for base in bases if isinstance(bases, list) else [bases]:
-        below = RECIPES / f"{base}.yaml" if base in recipe_names() else path.parent / str(base)
+    for below in _bases(path):
         composed |= _composed(below, (*seen, path))
-    return composed | {str(key): Setting(str(key), value, path.name) for key, value in content.items()}
+    own = {str(key): value for key, value in _read(path).items() if key != "extends"}
+    return composed | {key: Setting(key, value, path.name) for key, value in own.items()}

@@ -97,23 +97,34 @@ def _check_raised(recipe: _Settings) -> None:
 
 def _check_belongings(recipe: _Settings) -> None:
     method = recipe.method
-    if (method == "smooth") != bool(recipe.alphas):
-        raise ValueError("alphas belong to method 'smooth', and it needs them")
+    _check_belonging("alphas", list(recipe.alphas), ("smooth",), method)
     if any(not 0.0 <= alpha <= 1.0 for alpha in recipe.alphas) or len(set(recipe.alphas)) != len(recipe.alphas):
-        raise ValueError(f"alphas are distinct and between 0 and 1, not {recipe.alphas}")
-    if (method in _SEARCHES) != (recipe.alpha_step is not None):
-        raise ValueError("alpha_step belongs to methods 'awq_lite' and 'awq', and they need it")
+        raise ValueError(f"alphas are distinct numbers from 0 to 1, like [0, 0.5, 0.7], not {list(recipe.alphas)}")
+    _check_belonging("alpha_step", recipe.alpha_step, _SEARCHES, method)
     unfit = any(not 0.0 < ratio <= 1.0 for ratio in recipe.clip_ratios)
     if unfit or (recipe.clip_ratios and method not in (*_SEARCHES, "gptq")):
-        raise ValueError("clip_ratios lie in (0, 1] and belong to methods 'awq_lite', 'awq' and 'gptq'")
+        raise ValueError("clip_ratios lie in (0, 1] and belong to methods 'awq_lite', 'awq' and 'gptq', not "
+                         f"{list(recipe.clip_ratios)} with {method!r}")
     if (method == "gptq") > (recipe.damping is not None) or (recipe.damping is not None and method not in _COMPENSATES):
-        raise ValueError("damping belongs to method 'gptq', which needs it, and to 'awq', which then rounds like gptq")
+        raise ValueError("damping belongs to method 'gptq', which needs it, and to 'awq', which then rounds like gptq; "
+                         f"here it is {recipe.damping} with {method!r}")
     if recipe.act_order != "none" and recipe.damping is None:
-        raise ValueError("act_order is the order in which 'gptq' (or 'awq' with damping) rounds columns")
+        raise ValueError(f"act_order {recipe.act_order!r} is the order in which 'gptq' (or 'awq' with damping) rounds "
+                         f"columns; the method here is {method!r} without damping")
     if recipe.act_order == "groups" and method == "awq":
         raise ValueError("act_order 'groups' belongs to method 'gptq': awq finds the ranges of groups beforehand")
     if (recipe.weight.granularity.kind == "group") != bool(recipe.group_sizes):
-        raise ValueError("group_sizes belong to group-wise weights, and they need them")
+        raise ValueError("group_sizes belong to group-wise weights, and they need them; here "
+                         f"{list(recipe.group_sizes)} stand beside {recipe.weight} weights")
+
+
+def _check_belonging(key: str, value: object, methods: tuple[str, ...], method: str) -> None:
+    """A key that these methods need and no other takes."""
+    names = " or ".join(map(repr, methods))
+    if value and method not in methods:
+        raise ValueError(f"{key} {value} only has a use in method {names}, and the method here is {method!r}")
+    if not value and method in methods:
+        raise ValueError(f"method {method!r} needs {key}, and there is none")
 
 
 def _check_activation(method: str, weight: Grid, activation: Grid | None) -> None:
@@ -143,12 +154,14 @@ def check_layout(recipe: _Settings) -> None:
         return
     if recipe.lm_head and layout != "compressed-tensors":
         raise ValueError(f"layout {layout!r} has no place for a quantized lm_head; write compressed-tensors")
+    here = f"not for weight {weight} with activation {activation or '16-bit'}"
     fp8 = weight == Grid(dtype="fp8_e4m3") and activation == Grid(dtype="fp8_e4m3")
     if layout == "modelopt" and not (fp8 and method == "max") and method != "awq_lite":
         raise ValueError("layout 'modelopt' holds static per-tensor fp8 or awq_lite int4; write compressed-tensors")
     if layout != "modelopt" and method == "awq_lite":
         raise ValueError(f"awq_lite leaves a pre_quant_scale, which layout {layout!r} cannot hold")
     if layout == "awq" and (weight.symmetric or activation is not None or recipe.act_order == "groups"):
-        raise ValueError("layout 'awq' holds asymmetric int4 groups in the order of the inputs, 16-bit activations")
+        raise ValueError("layout 'awq' holds asymmetric int4 groups in the order of the inputs, 16-bit activations, "
+                         f"{here}, act_order {recipe.act_order!r}")
     if layout == "gptq" and (weight.dtype != "int4" or not weight.symmetric or activation is not None):
-        raise ValueError("layout 'gptq' is written for symmetric int4 groups with 16-bit activations")
+        raise ValueError(f"layout 'gptq' is written for symmetric int4 groups with 16-bit activations, {here}")

@@ -64,7 +64,8 @@ class EvalData:
         """All questions of a task; UnknownNameError with the near match otherwise."""
         found = [item for item in self.items if item.task == name]
         if not found:
-            raise UnknownNameError("task", name, self.tasks)
+            raise UnknownNameError("task", name, self.tasks, "" if self.tasks else f"{self.path} has texts and no "
+                                   "questions: give another data folder, or your own .jsonl with --kind choice.")
         return found
 
     @classmethod

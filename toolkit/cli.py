@@ -22,6 +22,7 @@ from pathlib import Path
 import typer
 
 from calib.errors import ENVIRONMENT, USAGE, ToolkitError, shown
+from calib.faults import fault_words
 from toolkit.commands import (
     build,
     data,
@@ -141,7 +142,7 @@ def _foreseen(error: Exception) -> tuple[str, str, str, int] | None:
     if type(error).__name__ == "ValidationError" and hasattr(error, "errors"):
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"]) or error.title  # type: ignore[attr-defined]
-        return "usage", f"{place}: {first['msg']} (found {shown(first.get('input'))})", "Correct the value.", USAGE
+        return "usage", f"{place}: {fault_words(first)}", "Correct the value.", USAGE
     return None
 
 
@@ -173,6 +174,9 @@ def _usage(error: Exception) -> tuple[str, str]:
     """A parser's complaint as message and hint."""
     message = str(error.format_message()).strip()  # type: ignore[attr-defined]
     message, _, suggestion = message.partition(" Did you mean ")
+    faults = getattr(error.__cause__, "errors", None)
+    if faults is not None:  # a number's: the parser's own words for it leave the value out
+        message = f"{message.partition(': ')[0]}: {fault_words(faults()[0])}"
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "toolkit"
     hint = f"Did you mean {suggestion} " if suggestion else ""

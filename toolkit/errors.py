@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from calib.errors import ENVIRONMENT, ToolkitError
+from collections.abc import Iterable
+
+from calib.errors import ENVIRONMENT, ToolkitError, UnknownNameError
 
 
 class UsageError(ToolkitError):
@@ -59,3 +61,10 @@ class DamagedReleaseError(ReleaseError):
 
     code = "release_damaged"
     exit_code = ENVIRONMENT
+
+
+def unknown_alias(alias: str, known: Iterable[str]) -> UnknownNameError:
+    """No release is called so; where none has a name, how one gets it."""
+    names = list(known)
+    return UnknownNameError("alias", alias, names, "" if names else "No alias is known here: `toolkit publish ENGINE "
+                            "--to TARGET --alias NAME` gives one.")

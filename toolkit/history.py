@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from calib.errors import UnknownNameError
 from calib.progress import Report, silent
 from toolkit.audit import AuditEntry
-from toolkit.errors import ReleaseError, UsageError
+from toolkit.errors import ReleaseError, UsageError, unknown_alias
 from toolkit.release import Release, check_copy, list_releases, move_alias, read_audit, read_index
 from toolkit.store import RunStore
 from toolkit.target import Target
@@ -74,7 +74,7 @@ def roll_back(store: RunStore, target: Target, alias: str, who: str, reason: str
         index, log = read_index(target), read_audit(target)
         now = index.aliases().get(alias)
         if now is None:
-            raise UnknownNameError("alias", alias, index.aliases())
+            raise unknown_alias(alias, index.aliases())
         wanted = _wanted(list_releases(target), to) if to else _previous(list_releases(target), log, alias, now)
         if wanted.digest == now:
             raise ReleaseError(f"alias {alias} already names release {now[:12]}", "Name another with --release.")
@@ -88,7 +88,8 @@ def roll_back(store: RunStore, target: Target, alias: str, who: str, reason: str
 def _wanted(releases: list[Release], prefix: str) -> Release:
     found = [release for release in releases if release.digest.startswith(prefix)]
     if not found:
-        raise UnknownNameError("release", prefix, [release.digest[:12] for release in releases])
+        raise UnknownNameError("release", prefix, [release.digest[:12] for release in releases],
+                               "" if releases else "This target holds none: `toolkit publish` makes one.")
     if len(found) > 1:
         raise UsageError(f"release {prefix!r} is ambiguous", "Give more characters.")
     return found[0]

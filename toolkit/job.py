@@ -12,7 +12,7 @@ from typing import Any, Literal
 from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from calib.choices import KvChoice
-from calib.errors import shown
+from calib.faults import fault_words
 from calib.scheme import Frozen
 from calib.yaml_text import read_yaml
 from toolkit.errors import JobError
@@ -142,9 +142,7 @@ def _first_fault(path: Path, error: ValidationError) -> tuple[str, str]:
             model = field.annotation if field is not None else model
         known = sorted(getattr(model, "model_fields", {}))
         return f"{path}: unknown key {place!r}", f"Known here: {', '.join(known)}." if known else "Remove it."
-    message = first["msg"].removeprefix("Value error, ")
-    found = "" if first["type"] in ("value_error", "missing") else f" (found {shown(first['input'])})"
-    return f"{path}: {place}: {message}{found}", "Correct the job file."
+    return f"{path}: {place}: {fault_words(first)}", "Correct the job file."
 
 
 def inside(name: str, job_folder: Path, home_folder: Path) -> Path:

@@ -146,7 +146,9 @@ class JobTable(Database):
         """By id or its unambiguous prefix."""
         found = self._db.execute("SELECT * FROM work WHERE substr(id, 1, ?)=? LIMIT 2", (len(name), name)).fetchall()
         if not found or not name:
-            raise UnknownNameError("job", name, [work.id for work in self.list(20)])
+            held = [work.id for work in self.list(20)]
+            raise UnknownNameError("job", name, held, "" if held else "This home has none yet: jobs are what quantize, "
+                                   "build, eval, sweep and run start.")
         if len(found) > 1:
             raise UsageError(f"job {name!r} is ambiguous", "Give more characters.")
         return _work(found[0])

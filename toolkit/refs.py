@@ -13,7 +13,7 @@ from pathlib import Path
 from calib.artifact import MANIFEST, Artifact
 from calib.errors import UnknownNameError
 from calib.json_text import parse_object
-from toolkit.errors import NoRunError, UsageError
+from toolkit.errors import NoRunError, UsageError, unknown_alias
 from toolkit.home import Home, expanded
 from toolkit.packing import is_packed, opened
 from toolkit.store import RunStore
@@ -65,7 +65,8 @@ def resolve(name: str, home: Home, store: RunStore, *, offline: bool = False) ->
         return Ref(name, "model", resolve_model(name, offline=offline))
     known = [folder.name for folder in home.models.glob("*") if not folder.name.startswith(".")]
     known += [f"alias:{alias.alias}" for alias in store.aliases()]
-    raise UnknownNameError("folder, digest, alias or model", name, known)
+    raise UnknownNameError("folder, digest, alias or model", name, known, "Give a folder that exists, a .gguf file, or "
+                           "a hub name like owner/model; `toolkit data prepare` fetches a demo model into home.")
 
 
 def _alias(name: str, home: Home, store: RunStore) -> Ref:
@@ -74,7 +75,7 @@ def _alias(name: str, home: Home, store: RunStore) -> Ref:
     alias = name.removeprefix("alias:")
     known = store.aliases(alias)
     if not known:
-        raise UnknownNameError("alias", alias, [found.alias for found in store.aliases()])
+        raise unknown_alias(alias, [found.alias for found in store.aliases()])
     return Ref(name, "engine", engine_of_alias(known[0].target, alias, home.path / "released"))
 
 

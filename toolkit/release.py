@@ -24,13 +24,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from calib.artifact import Artifact, canonical_json, sha256_hex
-from calib.errors import UnknownNameError
 from calib.progress import Progress, Report, silent
 from calib.scheme import Frozen
 from evals.report import Row, Verdict
 from toolkit import oci
 from toolkit.audit import GENESIS, AuditEntry, broken_link, next_entry
-from toolkit.errors import DamagedReleaseError, ReleaseError
+from toolkit.errors import DamagedReleaseError, ReleaseError, unknown_alias
 from toolkit.store import RunStore
 from toolkit.target import Target
 
@@ -286,5 +285,5 @@ def release_of_alias(target: Target, alias: str) -> Release:
     index = read_index(target)
     aliases = index.aliases()
     if alias not in aliases:
-        raise UnknownNameError("alias", alias, aliases)
+        raise unknown_alias(alias, aliases)
     return open_release(target, index.releases()[aliases[alias]], [alias])

@@ -32,7 +32,7 @@ def test_the_demo_job_is_what_the_readme_says():
     ({"engines": [{"recipe": "fp8"}]}, "recipe: bf16"),
     ({"engines": [{"recipe": "bf16"}, {"recipe": "bf16"}]}, "listed twice"),
     ({"engines": [{"recipe": "bf16", "kv_cache": "fp4"}]}, "kv_cache"),
-    ({"engines": ...}, "engines: Field required"),
+    ({"engines": ...}, "engines: is missing"),
     ({"name": "Bad Name"}, "name"),
     ({"seed": -1}, "seed"),
     ({"sweep": {"cells": [[1, 4000, 32]]}}, "max_seq_len is 1024"),
