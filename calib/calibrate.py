@@ -21,22 +21,26 @@ from calib.checkpoint import FORMAT, KIND, QuantizedCheckpoint
 from calib.choices import KvChoice
 from calib.config import positions
 from calib.dataset import CalibrationSet, refuse_overlap
-from calib.hardware import check_hardware
+from calib.errors import CalibrationDataError
+from calib.hardware import check_default_device, check_hardware
 from calib.peak import AnonymousPeak
 from calib.plan import CalibrationPlan, LayerwiseChoice, check_disk, make_plan
 from calib.progress import Progress, Report, silent
 from calib.recipe import Recipe
+from calib.sanity import plain_row
 from calib.source import resolve_model
 from calib.stage import Inspect, Memory, Outcome, Stage
 
 
 def quantize(model: str | Path, recipe: Recipe, out: Path, *, kv_cache: KvChoice = "bf16",
-             calibration: CalibrationSet, choose_texts: Sequence[str] = (), report: Report = silent,
+             calibration: CalibrationSet | None = None, choose_texts: Sequence[str] = (), report: Report = silent,
              inspect: Inspect | None = None, resume: bool = True, seed: int = 0, offline: bool = False,
              measured: Path | None = None, layerwise: LayerwiseChoice = "auto", memory: int | None = None,
              tp: int = 1) -> QuantizedCheckpoint:
     """Calibrate ``model`` by ``recipe`` and write a validated checkpoint to ``out`` (which must not exist).
 
+    ``calibration`` and ``choose_texts`` are what a recipe that needs data works with; one that needs none
+    (``Recipe.needs_data``) reads neither, and its checkpoint is the same with and without them.
     ``choose_texts`` are for measured choices (smoothing strength, protected layers) and must overlap neither
     calibration nor evaluation. ``inspect`` is called once with the finished model in memory: fake-quantized, exactly
     what was written. Losses of candidates are kept until the checkpoint is whole, or, in the folder ``measured``, for
@@ -49,17 +53,24 @@ def quantize(model: str | Path, recipe: Recipe, out: Path, *, kv_cache: KvChoice
     SanityError, CoverageError, DiskSpaceError, ArtifactError; each names the module or file.
     """
     started = time.monotonic()
-    check_hardware(recipe)
-    plan = make_plan(model, recipe, kv_cache, out=Path(out), length=calibration.tokens.shape[1], offline=offline, tp=tp,
-                     layerwise=layerwise, memory=memory)
-    check_disk(plan)
-    folder = resolve_model(model, offline=offline)
-    source = QuantizedCheckpoint.open(folder)
+    if not recipe.needs_data(kv_cache):
+        calibration, choose_texts = None, ()
+    elif calibration is None:
+        raise CalibrationDataError(f"recipe {recipe.name} with a {kv_cache} KV cache is calibrated on text, and there "
+                                   "is none", "Give a CalibrationSet, or choose a recipe that needs no data.")
+    given = {} if calibration is None else {"length": calibration.tokens.shape[1]}
+    plan, source = foresee(model, recipe, kv_cache, out=Path(out), offline=offline, tp=tp, layerwise=layerwise,
+                           memory=memory, **given)
     tokenizer = source.tokenizer()
-    calibration.check_tokenizer(tokenizer)
-    calibration.check_length(positions(source.config))
-    refuse_overlap(calibration, choose_texts, "calibration and choose texts")
-    with ArtifactWriter(Path(out), KIND, FORMAT, parents=[calibration.digest]) as writer:
+    if calibration is None:
+        batches = [plain_row(tokenizer, positions(source.config))]
+    else:
+        calibration.check_tokenizer(tokenizer)
+        calibration.check_length(positions(source.config))
+        refuse_overlap(calibration, choose_texts, "calibration and choose texts")
+        batches = calibration.batches(recipe.rows, recipe.seed + seed)
+    parents = [] if calibration is None else [calibration.digest]
+    with ArtifactWriter(Path(out), KIND, FORMAT, parents=parents) as writer:
         work = writer.path.with_name(f".{writer.path.name}.work")
         key = _inputs_key(plan, source, calibration, choose_texts, seed)
         losses = Memory(work / "losses.json" if measured is None else measured / f"{key[:16]}.json", key)
@@ -67,7 +78,6 @@ def quantize(model: str | Path, recipe: Recipe, out: Path, *, kv_cache: KvChoice
             losses.load()
         else:
             shutil.rmtree(work, ignore_errors=True)
-        batches = calibration.batches(recipe.rows, recipe.seed + seed)
         stage = Stage(plan, source, tokenizer, batches, tuple(choose_texts), report, inspect, losses, work,
                       f"{key} {plan.kv}")
         with AnonymousPeak() as peak:
@@ -83,24 +93,41 @@ def quantize(model: str | Path, recipe: Recipe, out: Path, *, kv_cache: KvChoice
     return QuantizedCheckpoint.open(writer.path)
 
 
-def _inputs_key(plan: CalibrationPlan, source: QuantizedCheckpoint, calibration: CalibrationSet,
+def foresee(model: str | Path, recipe: Recipe, kv_cache: KvChoice = "bf16", *, out: Path | None = None,
+            length: int = 256, offline: bool = False, tp: int = 1, layerwise: LayerwiseChoice = "auto",
+            memory: int | None = None) -> tuple[CalibrationPlan, QuantizedCheckpoint]:
+    """The plan and the opened model, or whatever ``quantize`` would be refused for before it reads data.
+
+    Cheap: headers only. HardwareError, DiskSpaceError, MissingWeightsError, and the errors of ``make_plan``.
+    """
+    check_hardware(recipe)
+    check_default_device()
+    plan = make_plan(model, recipe, kv_cache, out=out, length=length, offline=offline, tp=tp, layerwise=layerwise,
+                     memory=memory)
+    check_disk(plan)
+    return plan, QuantizedCheckpoint.open(resolve_model(model, offline=offline))
+
+
+def _inputs_key(plan: CalibrationPlan, source: QuantizedCheckpoint, calibration: CalibrationSet | None,
                 choose_texts: Sequence[str], seed: int) -> str:
     return sha256_hex(canonical_json({
         "recipe": plan.recipe.model_dump(mode="json"), "source": source.digest,
-        "calibration": calibration.digest, "choose": [sha256_hex(text.encode()) for text in choose_texts],
+        "calibration": None if calibration is None else calibration.digest,
+        "choose": [sha256_hex(text.encode()) for text in choose_texts],
         "seed": seed, "versions": installed_versions()}))
 
 
-def _record(plan: CalibrationPlan, source: QuantizedCheckpoint, calibration: CalibrationSet, outcome: Outcome,
+def _record(plan: CalibrationPlan, source: QuantizedCheckpoint, calibration: CalibrationSet | None, outcome: Outcome,
             seed: int) -> dict[str, Any]:
+    data = (None, 0) if calibration is None else (calibration.digest, min(plan.recipe.rows, calibration.rows))
     counts: dict[str, int] = {}
     for scheme in outcome.schemes.values():
         counts[str(scheme)] = counts.get(str(scheme), 0) + 1
     return {"recipe": plan.recipe.name, "recipe_content": plan.recipe.model_dump(mode="json"),
             "kv": plan.kv.model_dump(mode="json"), "layout": plan.layout, "group_size": plan.group_size,
             "architecture": plan.architecture, "schemes": counts, "unquantized": _unquantized(plan, outcome),
-            "source": source.digest, "source_grid": plan.source_grid, "calibration": calibration.digest,
-            "calibration_rows": min(plan.recipe.rows, calibration.rows), "seed": seed, **outcome.record}
+            "source": source.digest, "source_grid": plan.source_grid, "calibration": data[0],
+            "calibration_rows": data[1], "seed": seed, **outcome.record}
 
 
 def _unquantized(plan: CalibrationPlan, outcome: Outcome) -> dict[str, str]:

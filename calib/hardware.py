@@ -17,7 +17,7 @@ _INSTEAD = {"nvfp4": "int4_awq or w4a8_fp8 for four bits, fp8 for speed", "mxfp8
 
 
 class HardwareError(CalibError):
-    """The recipe's format needs another chip."""
+    """The recipe's format needs another chip, or a program asked for another device."""
 
     code = "hardware"
     exit_code = ENVIRONMENT
@@ -41,3 +41,11 @@ def check_hardware(recipe: Recipe) -> None:
     """HardwareError that says what is missing and what to use instead."""
     if reason := obstacle(recipe):
         raise HardwareError(f"recipe {recipe.name}: {reason}", f"Use {_INSTEAD[recipe.weight.dtype]}.")
+
+
+def check_default_device() -> None:
+    """HardwareError where a caller's program has set torch's default device: half of a calibration would lie there."""
+    device = torch.get_default_device()
+    if device.type != "cpu":
+        raise HardwareError(f"torch's default device is {str(device)!r}, and calibration runs on one device, the CPU",
+                            "Leave torch.set_default_device and `with torch.device(...)` out around it.")

@@ -1,8 +1,8 @@
 """Is the quantized model still a language model? The check that catches token salad before it is published.
 
-Before calibration the unquantized model continues a few tokens and scores one row; afterwards the quantized one does
-the same. Logits must be finite, the loss may not have exploded, and the continuation may not be one token repeated
-("!!!!!!!!") unless the original does that too.
+Before calibration the unquantized model continues a few tokens and scores one row (of the calibration text, or of a few
+plain sentences where a recipe needs none); afterwards the quantized one does the same. Logits must be finite, the loss
+may not have exploded, and the continuation may not be one token repeated ("!!!!!!!!") unless the original does so too.
 """
 
 from __future__ import annotations
@@ -20,6 +20,12 @@ from calib.text import Tokenizer
 _PROMPT, _NEW = 32, 8
 #: Nats per token above the unquantized loss that no usable quantization costs (the worst preset seen: 0.73).
 LOSS_LIMIT = 2.0
+_PLAIN = ("The river runs past the old mill and under the bridge. In spring the water is high, and the fields beside "
+          "it lie wet until May. A farmer who lived there kept a book in which he wrote down the day of the first "
+          "frost, the price of wheat, and how many lambs were born. His daughter read it many years later, and found "
+          "that the winters had grown shorter. She counted the days, drew a line through the points, and sent a letter "
+          "about it to the university in the city.")
+_PLAIN_TOKENS = 128
 
 
 class SanityError(CalibError):
@@ -34,6 +40,12 @@ class Before:
 
     loss: float
     continuation: tuple[int, ...]
+
+
+def plain_row(tokenizer: Tokenizer, positions: int | None) -> torch.Tensor:
+    """int64 token ids [1, s] of plain sentences, at most 128 and no more than the model has positions for."""
+    ids = tokenizer.encode(_PLAIN)[:min(_PLAIN_TOKENS, positions or _PLAIN_TOKENS)]
+    return torch.tensor([ids])
 
 
 def observe(model: nn.Module, row: torch.Tensor) -> Before:

@@ -13,7 +13,7 @@ def test_every_fault_has_a_test_that_exists():
     assert [int(row.split("|")[1]) for row in rows] == list(range(1, 38))
     for row in rows:
         named = re.findall(r"`((?:\w+/)?test_\w+\.py)::(\w+)`", row)
-        assert named or row.endswith("| - |"), row
+        assert named, row
         for file, test in named:
             tree = ast.parse((TESTS / file).read_text(encoding="utf-8"))
             functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}

@@ -13,6 +13,8 @@ from toolkit.stages import Workshop
 
 if TYPE_CHECKING:
     from calib.checkpoint import QuantizedCheckpoint
+    from calib.choices import KvChoice
+    from calib.recipe import Recipe
     from engines.engine import Engine
     from evals.data import EvalData
 
@@ -25,18 +27,24 @@ def data_folder(shop: Workshop, name: str) -> EvalData:
     return EvalData.load(path if path.is_dir() else shop.home.data / name)
 
 
-def material(shop: Workshop, model: Path, settings: Calibration, seed: int) -> stages.Material:
-    """The model with home's calibration data, refused where that overlaps home's evaluation data.
+def material(shop: Workshop, model: Path, recipe: Recipe, kv_cache: KvChoice, settings: Calibration, seed: int
+             ) -> stages.Material:
+    """The model with home's calibration data, refused where that overlaps home's evaluation data; a recipe that needs
+    no data gets none.
 
-    DataMissingError says what to run when there is no data.
+    DataMissingError says what to run when there is no data, before anything is read.
     """
+    from calib.recipe import load_recipe, ordinary_recipes
     from evals.errors import DataMissingError
 
+    if not recipe.needs_data(kv_cache):
+        return stages.Material(model, stages.model_digest(model), None, [], seed)
     for name in (settings.data, settings.choose):
         if not (Path(name).is_dir() or (shop.home.data / name).is_dir()):
-            raise DataMissingError(f"calibrating {model.name} needs text, and {shop.home.data / name} is not there",
-                                   "Run `toolkit data prepare` (with the same --home), or build from the model "
-                                   "itself, which needs none.")
+            free = ", ".join(name for name in ordinary_recipes() if not load_recipe(name).needs_data())
+            raise DataMissingError(f"calibrating {model.name} by {recipe.name} (KV cache {kv_cache}) needs text, and "
+                                   f"{shop.home.data / name} is not there", "Run `toolkit data prepare` (with the same "
+                                   f"--home), or take a recipe that needs none: {free}.")
     judged = data_folder(shop, "evaluation") if (shop.home.data / "evaluation").is_dir() else None
     return stages.material(shop, model, data_folder(shop, settings.data), data_folder(shop, settings.choose), settings,
                            seed, judged)
@@ -57,7 +65,12 @@ def checkpoint_of(shop: Workshop, ref: Ref, engine: EngineJob, seed: int = 0) ->
     model = model_folder(shop, ref)
     if engine == EngineJob(recipe="bf16"):
         return QuantizedCheckpoint.open(model)
-    return stages.checkpoint(shop, material(shop, model, Calibration(), seed), engine)
+    from calib.calibrate import foresee
+    from calib.recipe import load_recipe
+
+    recipe = load_recipe(engine.recipe)
+    foresee(model, recipe, engine.kv_cache, offline=shop.offline)
+    return stages.checkpoint(shop, material(shop, model, recipe, engine.kv_cache, Calibration(), seed), engine)
 
 
 def engine_of(shop: Workshop, name: str, engine: EngineJob | None = None, limits: Limits | None = None) -> Engine:

@@ -65,6 +65,11 @@ class Session:
             for part in parts:
                 console.print(part, markup=False)
 
+    def say(self, *parts: RenderableType) -> None:
+        """Parts for people that stand before the result; --json and -q have one result and nothing before it."""
+        if not (self.as_json or self.quiet):
+            self.show(None, [], *parts)
+
     def watch(self) -> Watcher:
         """Progress on stderr, as a context manager whose value is a ``calib.progress.Report``.
 

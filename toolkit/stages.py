@@ -102,17 +102,16 @@ def label_of(engine: EngineJob) -> str:
 def model_digest(model: Path) -> str:
     """Hash over the files that decide what a model folder computes."""
     from calib.checkpoint import QuantizedCheckpoint
-
     return QuantizedCheckpoint.open(model).digest
 
 
 @dataclass(frozen=True, slots=True)
 class Material:
-    """A model and what it is calibrated on: all that decides a checkpoint besides the recipe."""
+    """A model and what it is calibrated on, where a recipe needs data: what decides a checkpoint beside the recipe."""
 
     model: Path
     model_digest: str
-    calibration: CalibrationSet
+    calibration: CalibrationSet | None
     choose: list[str]
     seed: int
 
@@ -139,16 +138,16 @@ def material(shop: Workshop, model: Path, data: EvalData, choose: EvalData, sett
 
 def checkpoint_place(shop: Workshop, stuff: Material, engine: EngineJob) -> Path:
     from calib.recipe import load_recipe
-
+    recipe, text = load_recipe(engine.recipe), stuff.calibration
+    data = {} if text is None or not recipe.needs_data(engine.kv_cache) else {
+        "calibration": text.digest, "choose": sha256_hex(canonical_json(stuff.choose))}
     return shop.place("quantized-checkpoint", label_of(engine), model=stuff.model_digest, kv_cache=engine.kv_cache,
-                      recipe=load_recipe(engine.recipe).model_dump(mode="json"), seed=stuff.seed,
-                      calibration=stuff.calibration.digest, choose=sha256_hex(canonical_json(stuff.choose)))
+                      recipe=recipe.model_dump(mode="json"), seed=stuff.seed, **data)
 
 
 def checkpoint(shop: Workshop, stuff: Material, engine: EngineJob, inspect: Inspect | None = None
                ) -> QuantizedCheckpoint:
     """Calibrate by a recipe, or find the checkpoint made. ``inspect`` sees the fake-quantized model in memory."""
-
     from calib.checkpoint import QuantizedCheckpoint
     from calib.recipe import load_recipe
 
@@ -156,7 +155,6 @@ def checkpoint(shop: Workshop, stuff: Material, engine: EngineJob, inspect: Insp
 
     def calibrate() -> None:
         from calib.calibrate import quantize  # brings modelopt, which takes seconds to import
-
         quantize(stuff.model, load_recipe(engine.recipe), place, kv_cache=engine.kv_cache,
                  calibration=stuff.calibration, choose_texts=stuff.choose, report=shop.report, inspect=inspect,
                  seed=stuff.seed, measured=shop.home.path / "measured")

@@ -13,6 +13,7 @@ from tiny_llamas import tiny_llama
 from calib.calibrate import quantize
 from calib.checkpoint import QuantizedCheckpoint
 from calib.errors import CalibError
+from calib.hardware import HardwareError
 from calib.model import load_model
 from calib.plan import make_plan
 from calib.recipe import load_recipe
@@ -102,3 +103,24 @@ def test_a_model_that_overflows_half_precision_is_calibrated_in_float32(calibrat
     save_file(tensors, path, {"format": "pt"})
     made = quantize(folder, load_recipe("int4_awq"), tmp_path / "out", calibration=calibration, choose_texts=choose)
     assert all(torch.isfinite(tensor.float()).all() for _, tensor in made.tensors())
+
+
+@pytest.mark.parametrize("recipe", ["fp8", "int4_gptq"])
+def test_calibration_lies_on_one_device(model_folder, calibration, tmp_path, recipe):
+    """optimum-quanto 393: parts of the model, or what is measured of it, on another device than the data."""
+    seen = set()
+
+    def inspect(model):
+        seen.update(tensor.device for tensor in (*model.parameters(), *model.buffers()))
+
+    quantize(model_folder, load_recipe(recipe), tmp_path / "out", kv_cache="fp8", calibration=calibration,
+             inspect=inspect)
+    assert seen == {batch.device for batch in calibration.batches()} == {torch.device("cpu")}
+
+
+def test_another_default_device_is_refused_by_name(model_folder, calibration, tmp_path):
+    """The way to two devices at once here: a program that has set torch's default device (a second GPU there)."""
+    with torch.device("meta"), pytest.raises(HardwareError, match=r"default device is 'meta'.*the CPU") as error:
+        quantize(model_folder, load_recipe("fp8"), tmp_path / "out", calibration=calibration)
+    assert "set_default_device" in error.value.hint
+    assert not (tmp_path / "out").exists()

@@ -115,7 +115,7 @@ def test_missing_calibration_data_is_said_with_what_to_run(home: Home, capsys: p
                             str(home.path)])
     said = json.loads(capsys.readouterr().out)["error"]
     assert code == 4
-    assert said["message"].startswith("calibrating tiny needs text, and ")
+    assert said["message"].startswith("calibrating tiny by int8 (KV cache bf16) needs text, and ")
     assert "toolkit data prepare" in said["hint"]
 
 

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from calib.choices import KvChoice
 from toolkit.calibrating import BoundOption, LayerwiseOption, LengthOption, RowsOption, TpOption, bound_of
+from toolkit.errors import UsageError
 from toolkit.options import ExplainOption, KvOption, ModelArgument, OutOption, RecipeOption
 from toolkit.session import Session, verb
+
+if TYPE_CHECKING:
+    from calib.recipe import Recipe
 
 
 def register(app: typer.Typer) -> None:
     @verb(app, "quantize")
     def quantize(session: Session, model: ModelArgument, recipe: RecipeOption, out: OutOption,
                  kv_cache: KvOption = "bf16",
-                 data: Annotated[str, typer.Option(help="Calibration data: a prepared folder.")] = "calibration",
+                 data: Annotated[str | None, typer.Option(help="Calibration data: a prepared folder [default: "
+                                                          "calibration, where the recipe needs any].",
+                                                          show_default=False)] = None,
                  rows: RowsOption = 16, length: LengthOption = 256,
                  chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template.")] = False,
                  seed: Annotated[int, typer.Option(min=0)] = 0, layerwise: LayerwiseOption = "auto",
@@ -28,6 +35,7 @@ def register(app: typer.Typer) -> None:
         The checkpoint is validated, and laid out so that other runtimes can load it. A run that was killed goes on when
         the same command is given again.
         """
+        from calib.calibrate import foresee
         from calib.calibrate import quantize as calibrate
         from calib.recipe import explain, load_recipe
         from toolkit import making
@@ -38,20 +46,34 @@ def register(app: typer.Typer) -> None:
         from toolkit.store import RunStore
 
         chosen, bound = load_recipe(recipe), bound_of(memory)
+        _refuse_data(chosen, kv_cache, data, chat)
+        settings = explain(recipe) if explained else []
+        if explained:
+            session.say(*recipe_parts(settings))
         with RunStore(session.home.store) as store, session.watch() as watch:
             shop = Workshop(session.home, store, watch, session.offline)
             folder = making.model_folder(shop, resolve(model, session.home, store, offline=session.offline))
-            stuff = making.material(shop, folder, Calibration(data=data, rows=rows, length=length, chat=chat), seed)
-            if chat:
+            foresee(folder, chosen, kv_cache, out=out, length=length, tp=tp, layerwise=layerwise, memory=bound)
+            wanted = Calibration(data=data or "calibration", rows=rows, length=length, chat=chat)
+            stuff = making.material(shop, folder, chosen, kv_cache, wanted, seed)
+            if chat and stuff.calibration is not None:
                 watch.note(f"first calibration row as rendered:\n{stuff.calibration.sample}")
             made = calibrate(folder, chosen, out, kv_cache=kv_cache, calibration=stuff.calibration,
                              choose_texts=stuff.choose, report=watch, seed=seed, resume=resume, layerwise=layerwise,
                              memory=bound, tp=tp)
             if made.artifact is not None:
                 store.remember(made.artifact)
-        settings = explain(recipe) if explained else []
         origins = {"origins": {setting.key: setting.origin for setting in settings}} if explained else {}
         session.show({"digest": made.digest, "path": str(out.absolute()), "recipe": made.recipe,
                       "kv_cache": kv_cache, "size_bytes": made.size_bytes} | origins, [made.digest],
                      f"{out}  {made.recipe}, KV cache {kv_cache}, {made.size_bytes / 1e6:,.0f} MB", made.digest,
-                     *recipe_parts(settings)[:explained], f"next: toolkit build {out} --out ENGINE")
+                     f"next: toolkit build {out} --out ENGINE")
+
+
+def _refuse_data(recipe: Recipe, kv_cache: KvChoice, data: str | None, chat: bool) -> None:
+    """UsageError where text is named for a recipe that reads none."""
+    if recipe.needs_data(kv_cache) or not (data is not None or chat):
+        return
+    option = "--chat" if data is None else f"--data {data}"
+    raise UsageError(f"{option} would have no effect: recipe {recipe.name} with a {kv_cache} KV cache is calibrated on "
+                     "no text", f"Leave {option.partition(' ')[0]} out, or choose a recipe that needs data.")
