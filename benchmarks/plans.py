@@ -5,7 +5,8 @@
 *Measured*: random Llamas are calibrated in fresh processes, by each recipe, as a whole and layer by layer. Time and
 peak of anonymous memory come from the checkpoint's own evidence, disk from its files. The plan is made first, with
 its rehearsal. Asked: time within 35 %, memory within 10 %, disk to the byte. A shape's cells may be measured one call
-at a time (``--shape``, ``--recipe``); ``--merge`` keeps the cells that a JSON file of the same device holds.
+at a time (``--shape``, ``--recipe``); ``--merge`` keeps the cells that a JSON file holds, where device, versions,
+commit and rows are the same. The file's command is one that measures all of its cells.
 
 A rehearsal and a calibration feel what else the machine does. So beside each time stand the cores that all other
 processes kept busy, during the rehearsal and during the calibration (``/proc/stat`` less our own processes' CPU
@@ -21,19 +22,20 @@ import argparse
 import json
 import os
 import resource
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from benchmarks.known_models import KNOWN
-from calib.artifact import Artifact
+from calib.artifact import Artifact, installed_versions
 from calib.calibrate import quantize
 from calib.dataset import CalibrationSet
 from calib.errors import ToolkitError
@@ -41,14 +43,16 @@ from calib.plan import CalibrationPlan, LayerwiseChoice, make_plan
 from calib.random_model import Shape, calibration_set, sentences, write_model
 from calib.recipe import load_recipe
 from calib.rehearsal import estimate
-from evals.bench import BenchCell, cell_of, device_name, table, write_cells
+from evals.bench import BenchCell, cell_of, commit, device_name, table, write_cells
 
 SHAPES = {"small": Shape(hidden=512, inter=1536, layers=12, heads=8, kv_heads=4, vocab=8192),
           "medium": Shape(hidden=1024, inter=2816, layers=14, heads=16, kv_heads=4, vocab=16384),
           "large": Shape(hidden=1536, inter=4096, layers=24, heads=12, kv_heads=4, vocab=32768)}
-MODES: tuple[LayerwiseChoice, ...] = ("off", "on")
+#: ``--layerwise`` -> how a cell's name says it.
+WAYS: dict[LayerwiseChoice, str] = {"off": "whole", "on": "layer by layer"}
+MODES: tuple[LayerwiseChoice, ...] = tuple(WAYS)
 TIME_WITHIN, MEMORY_WITHIN = 0.35, 0.10
-LENGTH = 256
+LENGTH, ROWS = 256, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +113,8 @@ def compare(model: Path, calibration: Path, shape: str, recipe: str, mode: Layer
     evidence = json.loads(artifact.file("calibration.json").read_text())
     disk = sum(path.stat().st_size for path in out.glob("*.safetensors"))
     shutil.rmtree(out)
-    way = "layer by layer" if mode == "on" else "whole"
-    return Compared(f"{shape} {recipe} {way}", planned, evidence["seconds"], evidence["peak_anonymous_bytes"], disk,
-                    planning, calibrating)
+    return Compared(f"{shape} {recipe} {WAYS[mode]}", planned, evidence["seconds"], evidence["peak_anonymous_bytes"],
+                    disk, planning, calibrating)
 
 
 def cells_of(one: Compared) -> list[BenchCell]:
@@ -226,15 +229,43 @@ def measure(asked: argparse.Namespace) -> list[BenchCell]:
     return found
 
 
-def merged(path: Path, cells: list[BenchCell]) -> list[BenchCell]:
-    """The cells of ``path`` that were not measured anew, then the new ones. Refused across devices."""
+def merged(path: Path, cells: list[BenchCell], rows: int) -> list[BenchCell]:
+    """The cells of ``path`` that were not measured anew, then the new ones. Refused where they do not compare."""
     if not path.is_file():
         return cells
     held = json.loads(path.read_text())
-    if held["device"] != device_name():
-        raise SystemExit(f"{path} was measured on {held['device']}")
+    here = {"device": device_name(), "versions": installed_versions(), "commit": commit(), "rows": rows}
+    for key, now in here.items():
+        then = _rows_of(held["command"]) if key == "rows" else held[key]
+        if then != now:
+            raise SystemExit(f"{path} was measured with {key} {then}, and this run has {now}: such cells do not "
+                             "compare. Measure all of them anew: leave --merge out.")
     names = {cell.name for cell in cells}
     return [BenchCell.model_validate(cell) for cell in held["cells"] if cell["name"] not in names] + cells
+
+
+def _rows_of(command: str) -> int:
+    words = shlex.split(command)
+    return int(words[words.index("--rows") + 1]) if "--rows" in words else ROWS
+
+
+def command_of(names: Iterable[str], path: Path, rows: int) -> str:
+    """The command line that measures all cells of ``path``: one call for shapes that have the same recipes and ways."""
+    calls: dict[str, dict[str, list[str]]] = {}
+    for name in names:
+        shape, recipe, rest = name.split(" ", 2)
+        mode = next(mode for mode, way in WAYS.items() if rest.startswith(f"{way} "))
+        modes = calls.setdefault(shape, {}).setdefault(recipe, [])
+        modes += [mode] if mode not in modes else []
+    grids: dict[tuple[tuple[str, ...], tuple[str, ...]], list[str]] = {}
+    for shape, recipes in calls.items():
+        for modes in sorted({tuple(sorted(found)) for found in recipes.values()}):
+            same = tuple(recipe for recipe, found in recipes.items() if tuple(sorted(found)) == modes)
+            grids.setdefault((same, modes), []).append(shape)
+    place = path.name if path.is_absolute() else path.as_posix()
+    lines = [["python", "-m", "benchmarks.plans", "--shape", *shapes, "--recipe", *recipes, "--mode", *modes,
+              "--rows", str(rows), "--json", place] for (recipes, modes), shapes in grids.items()]
+    return " && ".join(shlex.join([*line, *["--merge"][:number > 0]]) for number, line in enumerate(lines))
 
 
 def main() -> None:
@@ -242,7 +273,7 @@ def main() -> None:
     parser.add_argument("--shape", nargs="*", choices=SHAPES, default=["small", "medium"])
     parser.add_argument("--recipe", nargs="+", default=["fp8", "int8", "int4_awq"])
     parser.add_argument("--mode", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument("--rows", type=int, default=8)
+    parser.add_argument("--rows", type=int, default=ROWS)
     parser.add_argument("--work", type=Path, help="folder for scratch [default: the system's temporary one]")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--merge", action="store_true")
@@ -256,7 +287,8 @@ def main() -> None:
         return
     cells = measure(asked) if asked.shape else []
     if asked.json and cells:
-        write_cells(asked.json, merged(asked.json, cells) if asked.merge else cells)
+        kept = merged(asked.json, cells, asked.rows) if asked.merge else cells
+        write_cells(asked.json, kept, command_of((cell.name for cell in kept), asked.json, asked.rows))
     if asked.doc:
         held: dict[str, Any] = json.loads(asked.json.read_text()) if asked.json else {"cells": [], "device": ""}
         asked.doc.write_text(document(held["cells"], held["device"], ["fp8", "int8", "int4_awq"]))

@@ -39,7 +39,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from benchmarks.cpu import engine_generate, measure
-from benchmarks.recipes_table import ASKED, Judged, write_page
+from benchmarks.recipes_table import ASKED, LENGTH, Judged, write_page
 from calib.artifact import canonical_json, installed_versions, sha256_hex, write_atomic
 from calib.calibrate import quantize
 from calib.checkpoint import QuantizedCheckpoint
@@ -54,7 +54,6 @@ from engines.llm import LLM
 from engines.plan import EngineSpec
 from evals.data import EvalData
 
-LENGTH = 256
 Kv = Literal["bf16", "fp8", "int8"]
 
 
@@ -191,7 +190,7 @@ def judge(bench: Bench, row: Row, base: Base) -> Judged:
     except HardwareError as error:
         return Judged(**common, refused=error.message)
     seconds = time.monotonic() - started
-    rows_used = min(recipe.rows, bench.calibration.rows) if recipe.calibrates_activations or row.kv != "bf16" else 0
+    rows_used = min(recipe.rows, bench.calibration.rows) if recipe.needs_data(row.kv) else 0
     figures: dict[str, Any] = dict(compare(base, load_model(made), bench.tokens))
     scheme = next(iter(made.schemes.values()), None)
     return Judged(**common, **figures, scheme=None if scheme is None else str(scheme), layout=made.layout.name,

@@ -10,6 +10,8 @@ from calib.recipe import load_recipe, recipe_names
 from calib.scheme import Frozen
 from evals.bench import BenchCell, device_name, write_cells
 
+#: Tokens of a row, of calibration and of judged text.
+LENGTH = 256
 _HALF_WIDTH = 1.96
 _EIGHT = ("fp8_e4m3", "int8")
 #: Row -> delta NLL that it is asked not to exceed, nats, on the longer text.
@@ -152,7 +154,7 @@ def overview() -> str:
     lines = ["| recipe | weights | activations | method | layout | data |", "|---|---|---|---|---|---|"]
     for name in recipe_names():
         recipe = load_recipe(name)
-        data = f"{recipe.rows} rows" if recipe.calibrates_activations else "none"
+        data = f"{recipe.rows} rows" if recipe.needs_data() else "none"
         lines.append(f"| `{name}` | {recipe.weight} | {recipe.activation or '16-bit'} | {recipe.method} | "
                      f"{recipe.layout} | {data} |")
     return "\n".join(lines)
@@ -167,6 +169,15 @@ def asked(longer: Sequence[Judged]) -> list[str]:
              f"asked: at most {ASKED[row.name]:.2f}, {'met' if row.loss <= ASKED[row.name] else 'not met'}."
              for row in longer if row.name in ASKED]
     return found + missing
+
+
+def _made_with(rows: Sequence[Judged]) -> str:
+    """How much text the rows of the table were calibrated and judged on."""
+    first, calibrated = rows[0], max(row.calibration_tokens or 0 for row in rows) // LENGTH
+    said = f"Calibrated on {calibrated} rows of {LENGTH} tokens, also where a recipe's own number of rows above is " \
+        "larger" if calibrated else "Calibrated on no text"
+    return (f"{said}; judged on {(first.tokens or 0) // LENGTH} rows, {first.tokens:,} tokens of evaluation text "
+            f"(unquantized loss {first.base_nll:.3f} nats per token) that calibration has not seen.")
 
 
 def _conditions(rows: Sequence[Judged]) -> str:
@@ -193,7 +204,6 @@ def write_page(page: Path, cells: Path, rows: Sequence[Judged], model: str, miss
     measured = [row for row in rows if row.refused is None]
     if not measured:
         raise SystemExit("no finished row: run without --write first")
-    first = measured[0]
     words = [_HEAD, overview(), "",
              "Every recipe goes with a KV cache in bf16, fp8 or int8, and with `lm_head: fp8` or `int8` where its "
              "layout is compressed-tensors. Group sizes are the first of the recipe's list that divides every input. "
@@ -201,8 +211,7 @@ def write_page(page: Path, cells: Path, rows: Sequence[Judged], model: str, miss
              "gives modules eight-bit weights with 16-bit activations (`fp8` too where the layout is "
              "compressed-tensors). The dashboard's Layers page writes either from a sensitivity measurement.\n",
              f"## {model}, {device_name()}\n",
-             f"Judged on {first.tokens:,} tokens of evaluation text (unquantized loss {first.base_nll:.3f} nats per "
-             "token) that calibration has not seen. ± is one standard error over the rows of text. A small "
+             f"{_made_with(measured)} ± is one standard error over the rows of text. A small "
              "model is harsh: figures of this size shrink on larger ones. Its weights were dequantized from Q4_1 in "
              "groups of 32, so grids like that one flatter. Seconds and tokens/s are of a shared machine; rates are of "
              "one sequence, the median of three runs (their spread in brackets)."

@@ -1,5 +1,7 @@
 """The recipes page: the frontier and the sentences follow from the rows."""
 
+from pathlib import Path
+
 from benchmarks.recipes_table import Judged, advice, frontier, table, write_page
 
 
@@ -48,20 +50,29 @@ def test_the_page_says_what_was_refused_and_what_was_not_measured(tmp_path):
     write_page(tmp_path / "page.md", tmp_path / "cells.json", ROWS, "tiny", ["later"])
     page = (tmp_path / "page.md").read_text()
     assert "Not measured in this run: later." in page
+    assert "Calibrated on no text; judged on 16 rows, 4,096 tokens of evaluation text" in page
     assert "| `w4a8_fp8` | int4 g128 | fp8_e4m3 token dynamic | gptq | compressed-tensors | 16 rows |" in page
     assert "| `fp8_dynamic` | fp8_e4m3 channel | fp8_e4m3 token dynamic | max | compressed-tensors | none |" in page
     assert "| good | +0.010 ± 0.001 | 0.0100 | 0.900 | 160.0 | 5 (0) | 40.0 (1.0) | compressed-tensors |" in page
     assert '"delta_nll good"' in (tmp_path / "cells.json").read_text()
 
 
+def test_the_page_in_the_repository_says_how_many_rows_it_was_made_with():
+    page = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
+    assert "Calibrated on 8 rows of 256 tokens, also where a recipe's own number of rows above is larger; judged on " \
+           "8 rows, 2,048 tokens of evaluation text" in page
+
+
 def test_a_figure_that_is_asked_for_is_met_or_not_and_the_load_is_said(tmp_path):
     longer = [row("int4_awq", 0.1601, 1, dtype="int4", tokens=8192), row("int4_gptq", 0.16, 1, dtype="int4")]
-    loaded = [one.model_copy(update={"load": 3.25}) if one.tok_s else one for one in ROWS]
+    loaded = [one.model_copy(update={"load": 3.25, "calibration_tokens": 2048}) if one.tok_s else one for one in ROWS]
     write_page(tmp_path / "page.md", tmp_path / "cells.json", loaded, "tiny", [], longer)
     page = (tmp_path / "page.md").read_text()
     figures = "+0.160 ± 0.001 (KL 0.0100, same top-1 0.900); asked: at most 0.16,"
     assert f"`int4_awq` on 8,192 tokens: {figures} not met." in page
     assert f"`int4_gptq` on 4,096 tokens: {figures} met." in page
     assert "`int4_awq_clip`: not measured; asked: at most 0.16." in page
+    assert "Calibrated on 8 rows of 256 tokens, also where" in page
+    assert "is larger; judged on 16 rows, 4,096 tokens" in page
     assert "load average was 3.2 as the timing began" in page
     assert '"delta_nll int4_awq longer"' in (tmp_path / "cells.json").read_text()
