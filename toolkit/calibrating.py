@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from calib.choices import KvChoice
 from toolkit.errors import UsageError
 from toolkit.options import parse_bytes
+
+if TYPE_CHECKING:
+    from calib.recipe import Recipe
 
 Layerwise = Literal["auto", "on", "off"]
 LayerwiseOption = Annotated[Layerwise, typer.Option("--layerwise", help="Calibrate one layer at a time: the same "
@@ -16,8 +21,11 @@ BoundOption = Annotated[str | None, typer.Option("--memory", show_default=False,
                                                  "like 8GB [default: 60 % of what is free].")]
 TpOption = Annotated[int, typer.Option("--tp", min=1, help="Devices that the result will be cut over: groups must "
                                        "still divide.")]
-RowsOption = Annotated[int, typer.Option("--rows", min=1, help="Packed rows of calibration text.")]
-LengthOption = Annotated[int, typer.Option("--length", min=8, help="Tokens of a row.")]
+ROWS, LENGTH = 16, 256
+RowsOption = Annotated[int | None, typer.Option("--rows", min=1, show_default=False, help="Packed rows of calibration "
+                                                f"text [default: {ROWS}].")]
+LengthOption = Annotated[int | None, typer.Option("--length", min=8, show_default=False,
+                                                  help=f"Tokens of a row [default: {LENGTH}].")]
 
 
 def bound_of(memory: str | None) -> int | None:
@@ -26,3 +34,14 @@ def bound_of(memory: str | None) -> int | None:
     if bound == 0:
         raise UsageError(f"--memory {memory} leaves nothing to calibrate in", "Give a size such as 16GB.")
     return bound
+
+
+def refuse_text_options(recipe: Recipe, kv_cache: KvChoice, options: Mapping[str, object]) -> None:
+    """UsageError where something about calibration text is asked for by a recipe that reads none."""
+    if recipe.needs_data(kv_cache):
+        return
+    for option, value in options.items():
+        if value not in (None, False):
+            raise UsageError(f"{option if value is True else f'{option} {value}'} would have no effect: recipe "
+                             f"{recipe.name} with a {kv_cache} KV cache is calibrated on no text",
+                             f"Leave {option} out, or choose a recipe that needs data.")

@@ -55,12 +55,14 @@ def test_data_that_are_missing_are_said_with_the_recipes_that_need_none(call, tm
     assert "bf16, fp8_block, fp8_dynamic, fp8_weight_only, int8_weight_only" in said["hint"]
 
 
-@pytest.mark.parametrize("option", ["--data calibration", "--chat"])
+@pytest.mark.parametrize("option", ["--data calibration", "--chat", "--rows 16", "--length 64"])
 def test_text_for_a_recipe_that_reads_none_is_refused(call, tmp_path, option):
     code, _, err = call("quantize", "tiny", "--recipe", "bf16", "--out", tmp_path / "made", *option.split())
     assert code == 2
     assert f"{option} would have no effect: recipe bf16 with a bf16 KV cache" in err
     assert not (tmp_path / "made").exists()
+    if option.split()[0] in ("--rows", "--length"):
+        assert call("plan", "tiny", "--recipe", "fp8_dynamic", *option.split())[0] == 2
 
 
 @pytest.mark.parametrize("left", ["config.json", "tokenizer.json"])

@@ -6,7 +6,17 @@ from typing import Annotated
 
 import typer
 
-from toolkit.calibrating import BoundOption, LayerwiseOption, LengthOption, RowsOption, TpOption, bound_of
+from toolkit.calibrating import (
+    LENGTH,
+    ROWS,
+    BoundOption,
+    LayerwiseOption,
+    LengthOption,
+    RowsOption,
+    TpOption,
+    bound_of,
+    refuse_text_options,
+)
 from toolkit.options import ExplainOption, KvOption, ModelArgument, RecipeOption
 from toolkit.session import Session, verb
 
@@ -15,7 +25,7 @@ def register(app: typer.Typer) -> None:
     @verb(app, "plan")
     def plan(session: Session, model: ModelArgument, recipe: RecipeOption, kv_cache: KvOption = "bf16",
              layerwise: LayerwiseOption = "auto", memory: BoundOption = None, tp: TpOption = 1,
-             rows: RowsOption = 16, length: LengthOption = 256,
+             rows: RowsOption = None, length: LengthOption = None,
              rehearse: Annotated[bool, typer.Option("--rehearse/--no-rehearse", help="Measure this machine on small "
                                                     "models to say time and memory (some seconds, once a recipe); "
                                                     "without it no time is said.")] = False,
@@ -36,6 +46,8 @@ def register(app: typer.Typer) -> None:
         from toolkit.store import RunStore
 
         chosen, bound = load_recipe(recipe), bound_of(memory)
+        refuse_text_options(chosen, kv_cache, {"--rows": rows, "--length": length})
+        rows, length = rows or ROWS, length or LENGTH
         with RunStore(session.home.store) as store:
             shop = Workshop(session.home, store, offline=session.offline)
             folder = model_folder(shop, resolve(model, session.home, store, offline=session.offline))

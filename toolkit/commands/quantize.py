@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from calib.choices import KvChoice
-from toolkit.calibrating import BoundOption, LayerwiseOption, LengthOption, RowsOption, TpOption, bound_of
-from toolkit.errors import UsageError
+from toolkit.calibrating import (
+    LENGTH,
+    ROWS,
+    BoundOption,
+    LayerwiseOption,
+    LengthOption,
+    RowsOption,
+    TpOption,
+    bound_of,
+    refuse_text_options,
+)
 from toolkit.options import ExplainOption, KvOption, ModelArgument, OutOption, RecipeOption
 from toolkit.session import Session, verb
-
-if TYPE_CHECKING:
-    from calib.recipe import Recipe
 
 
 def register(app: typer.Typer) -> None:
@@ -23,7 +28,7 @@ def register(app: typer.Typer) -> None:
                  data: Annotated[str | None, typer.Option(help="Calibration data: a prepared folder [default: "
                                                           "calibration, where the recipe needs any].",
                                                           show_default=False)] = None,
-                 rows: RowsOption = 16, length: LengthOption = 256,
+                 rows: RowsOption = None, length: LengthOption = None,
                  chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template.")] = False,
                  seed: Annotated[int, typer.Option(min=0)] = 0, layerwise: LayerwiseOption = "auto",
                  memory: BoundOption = None, tp: TpOption = 1,
@@ -46,7 +51,8 @@ def register(app: typer.Typer) -> None:
         from toolkit.store import RunStore
 
         chosen, bound = load_recipe(recipe), bound_of(memory)
-        _refuse_data(chosen, kv_cache, data, chat)
+        refuse_text_options(chosen, kv_cache, {"--data": data, "--rows": rows, "--length": length, "--chat": chat})
+        rows, length = rows or ROWS, length or LENGTH
         settings = explain(recipe) if explained else []
         if explained:
             session.say(*recipe_parts(settings))
@@ -68,12 +74,3 @@ def register(app: typer.Typer) -> None:
                       "kv_cache": kv_cache, "size_bytes": made.size_bytes} | origins, [made.digest],
                      f"{out}  {made.recipe}, KV cache {kv_cache}, {made.size_bytes / 1e6:,.0f} MB", made.digest,
                      f"next: toolkit build {out} --out ENGINE")
-
-
-def _refuse_data(recipe: Recipe, kv_cache: KvChoice, data: str | None, chat: bool) -> None:
-    """UsageError where text is named for a recipe that reads none."""
-    if recipe.needs_data(kv_cache) or not (data is not None or chat):
-        return
-    option = "--chat" if data is None else f"--data {data}"
-    raise UsageError(f"{option} would have no effect: recipe {recipe.name} with a {kv_cache} KV cache is calibrated on "
-                     "no text", f"Leave {option.partition(' ')[0]} out, or choose a recipe that needs data.")
