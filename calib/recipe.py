@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -67,7 +67,7 @@ class Recipe(Frozen):
     layout: LayoutName
     weight: Grid = BF16
     activation: Grid | None = None
-    group_sizes: tuple[int, ...] = ()
+    group_sizes: tuple[Annotated[int, Field(ge=1)], ...] = ()
     alphas: tuple[float, ...] = ()
     alpha_step: float | None = Field(default=None, gt=0.0, le=1.0)
     clip_ratios: tuple[float, ...] = ()

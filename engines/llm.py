@@ -221,12 +221,16 @@ class LLM:
         return [scores for scores in found if scores is not None]
 
 
+def failure(reason: str | None) -> EngineError:
+    """A generation that ended with an error."""
+    return EngineError(f"generation failed: {reason}", "Verify the checkpoint; its scales or weights may be broken.")
+
+
 def _joined(outputs: list[RequestOutput]) -> RequestOutput:
     """The continuations of one prompt as one output: the first token of any, the last of all."""
     for output in outputs:
         if output.outputs[0].finish_reason == "error":
-            raise EngineError(f"generation failed: {output.outputs[0].error}",
-                              "Verify the checkpoint; its scales or weights may be broken.")
+            raise failure(output.outputs[0].error)
     if len(outputs) == 1:
         return outputs[0]
     first = [output.ttft_s for output in outputs if output.ttft_s is not None]

@@ -57,7 +57,7 @@ class SamplingParams(Frozen):
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
     presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
     frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
-    repetition_penalty: float = Field(default=1.0, gt=0.0, le=10.0)
+    repetition_penalty: float = Field(default=1.0, ge=0.01, le=10.0)
     logit_bias: dict[int, float] = Field(default_factory=dict, max_length=1024)
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     stop: tuple[str, ...] = Field(default=(), max_length=16)
@@ -74,11 +74,19 @@ class SamplingParams(Frozen):
             raise ValueError(f"min_tokens {self.min_tokens} is larger than max_tokens {self.max_tokens}")
         if any(not text for text in self.stop + self.stop_bytes):
             raise ValueError("a stop must not be empty")
+        for text in (*self.stop, *self.bad_words):
+            if any("\ud800" <= character <= "\udfff" for character in text):
+                raise ValueError(f"{text!r} holds half of a surrogate pair, which is no character")
         if strange := [bias for bias in self.logit_bias.values() if not -100.0 <= bias <= 100.0]:
             raise ValueError(f"a logit_bias of {strange[0]} is outside -100..100")
         if self.grammar is not None and (self.min_tokens or self.ignore_eos):
             raise ValueError("a grammar says where the text ends: min_tokens and ignore_eos exclude it")
         return self
+
+    @property
+    def heat(self) -> float:
+        """The temperature that logits are divided by: below 1e-6 the best token is certain, and float32 overflows."""
+        return max(self.temperature, 1e-6) if self.temperature else 0.0
 
     @property
     def penalised(self) -> bool:

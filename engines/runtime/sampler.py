@@ -134,7 +134,7 @@ def _reported(report: torch.Tensor, token: int, count: int) -> TokenLogprob:
 
 def _draw(row: torch.Tensor, sequence: Sequence) -> int:
     params = sequence.params
-    probabilities = torch.softmax((row / params.temperature).double(), -1)
+    probabilities = torch.softmax((row / params.heat).double(), -1)
     least = _threshold(probabilities, params)
     ids = None
     if least > 0.0:

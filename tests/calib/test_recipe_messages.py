@@ -1,15 +1,19 @@
 """What a wrong recipe file is told: the value that was found, and what to write instead."""
 
 import json
+from pathlib import Path
 
 import pytest
 import yaml
 from pydantic import ValidationError
 from tiny_llamas import tiny_llama
 
+from calib import recipe as recipe_module
 from calib.errors import CalibError, UnknownNameError
 from calib.plan import make_plan
 from calib.recipe import WRITTEN, Recipe, load_recipe
+
+BUILT_IN = Path(recipe_module.__file__).parent / "recipes"
 
 
 def refused(folder, text, name="mine.yaml"):
@@ -23,6 +27,7 @@ def refused(folder, text, name="mine.yaml"):
 @pytest.mark.parametrize(("line", "message", "hint"), [
     ("seed: -1", "recipe mine.yaml: seed: must be at least 0, not -1", "Write it like `seed: 0`."),
     ("alphas: nope", "recipe mine.yaml: alphas: must be a list, not 'nope'", "Write it like `alphas: [0, 0.5, 0.7]`."),
+    ("group_sizes: [0]", "recipe mine.yaml: group_sizes.0: must be at least 1, not 0", "`group_sizes: [128, 64, 32]`"),
     ("alphas: [0, x]", "recipe mine.yaml: alphas.1: must be a number, not 'x'", "`alphas: [0, 0.5, 0.7]`"),
     ("alphas: [0, 3]", "alphas are distinct numbers from 0 to 1, like [0, 0.5, 0.7], not [0.0, 3.0]",
      "Change alphas (in mine.yaml)"),
@@ -69,11 +74,12 @@ def test_two_parents_that_do_not_combine_are_both_named_with_the_reason(tmp_path
     assert refused(tmp_path, "extends: [int8, int4_gptq]\nname: two\n", "two.yaml")[0] == f"recipe two.yaml {clash}"
     assert refused(tmp_path, "extends: two.yaml\nname: mine\n")[0] == f"recipe mine.yaml {clash}"
     mended = tmp_path / "mended.yaml"
-    mended.write_text("extends: two.yaml\nname: mended\nalphas: []\n")
+    mended.write_text("extends: two.yaml\nname: mended\nalphas: []\n"
+                      "activation: {dtype: int8, granularity: {kind: token}, dynamic: true}\n")
     with pytest.raises(CalibError, match="not for weight int4 g128 with activation int8 token dynamic") as error:
         load_recipe(mended)
-    assert "activation (in int8.yaml)" in error.value.hint
-    mended.write_text("extends: two.yaml\nname: mended\nalphas: []\nactivation: null\n")
+    assert "activation (in mended.yaml)" in error.value.hint
+    mended.write_text("extends: two.yaml\nname: mended\nalphas: []\n")
     assert load_recipe(mended).method == "gptq"
     message, hint = refused(tmp_path, "extends: mended.yaml\nname: mine\nact_order: none\ndamping: null\n")
     assert message.startswith("recipe mine.yaml: damping belongs to method 'gptq'"), "its own fault, not the parents'"
@@ -127,3 +133,20 @@ def test_a_config_without_architectures_says_what_to_add(tmp_path, kind, hint):
     if kind == "llama":
         (folder / "config.json").write_text(json.dumps(config | {"architectures": ["LlamaForCausalLM"]}))
         assert make_plan(folder, load_recipe("fp8")).architecture == "LlamaForCausalLM"
+
+
+def test_of_two_built_in_recipes_the_later_one_says_what_is_rounded(tmp_path):
+    """Where two combine, weights and activations are the later one's, also where it leaves activations in 16 bits."""
+    names, loaded = sorted(path.stem for path in BUILT_IN.glob("*.yaml")), 0
+    for first in names:
+        for last in names:
+            if first == last:
+                continue
+            (tmp_path / "both.yaml").write_text(f"extends: [{first}, {last}]\n")
+            try:
+                both, alone = load_recipe(tmp_path / "both.yaml"), load_recipe(last)
+            except CalibError:
+                continue
+            loaded += 1
+            assert (both.weight, both.activation) == (alone.weight, alone.activation), (first, last)
+    assert loaded > 100

@@ -40,6 +40,12 @@ def test_temperature_zero_is_greedy() -> None:
     assert sample(torch.tensor([[0.0, 3.0, 1.0]]), [sequence()])[0] == (1, None)
 
 
+@pytest.mark.parametrize("temperature", [5e-324, 1e-45, 1e-38, 1e-9, 1e-6])
+def test_a_temperature_that_overflows_float32_draws_the_best_token(temperature: float) -> None:
+    logits = torch.tensor([0.0, 30.0, -math.inf, 100.0, 99.0])
+    assert draws(logits, 20, temperature=temperature).tolist() == [0, 0, 0, 1, 0]
+
+
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 def test_frequencies_follow_the_softmax(temperature: float) -> None:
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0])

@@ -13,6 +13,10 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from engines.llm import LLM
+from toolkit.serve.wire import BlockingWire
+from toolkit.serve.worker import Worker
+
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 2}
 
 
@@ -43,6 +47,29 @@ def test_bodies_that_are_no_requests_are_400_in_words(http, body: bytes, words: 
     error = found.json()["error"]
     assert error["type"] == "invalid_request_error"
     assert any(word in error["message"] for word in words.split("|")), error
+
+
+@pytest.mark.parametrize(("path", "body"), [
+    ("/v1/completions", b'{"model": "tiny", "prompt": "a", "stop": ["\\ud800"]}'),
+    ("/v1/completions", b'{"model": "tiny", "prompt": "a", "bad_words": ["\\udfff"]}'),
+    ("/v1/chat/completions", b'{"model": "tiny", "messages": [{"role": "user", "content": "a"}], "stop": "x\\ud800"}'),
+    ("/v2/models/tiny/generate", b'{"text_input": "a", "max_tokens": 2, "stop_words": ["\\ud800"]}')])
+def test_halves_of_surrogate_pairs_are_refused_and_the_server_lives(http, path: str, body: bytes) -> None:
+    found = http.post(path, content=body)
+    assert found.status_code == 400, found.text
+    assert "surrogate" in found.text or "unicode string" in found.text
+    assert http.get("/health").status_code == 200
+
+
+def test_what_admission_did_not_foresee_ends_that_request_only(tiny_engine, monkeypatch) -> None:
+    ours, theirs = socket.socketpair()
+    with LLM(tiny_engine) as llm, ours, theirs:
+        worker = Worker(llm, BlockingWire(theirs))
+        monkeypatch.setattr(llm.loop, "admit_all", lambda *_: 1 // 0)
+        worker._submit({"id": 7, "stream": False, "score": None, "terms": {}, "params": {}, "prompt": [1]})
+        [said] = BlockingWire(ours).receive()
+    assert (said["ev"], said["id"], said["code"]) == ("refused", 7, "engine_fault")
+    assert "ZeroDivisionError" in said["message"]
 
 
 def test_sizes_and_encodings_are_capped(http) -> None:

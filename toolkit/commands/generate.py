@@ -29,7 +29,7 @@ def register(app: typer.Typer) -> None:
                  stop: Annotated[list[str] | None, typer.Option(help="Stop before this text; may be repeated.",
                                                                 show_default=False)] = None) -> None:
         """Continue a text, or answer it with --chat. Tokens are printed as they come."""
-        from engines.llm import LLM
+        from engines.llm import LLM, failure
         from engines.request import SamplingParams
         from toolkit.job import EngineJob
         from toolkit.making import engine_of
@@ -49,7 +49,11 @@ def register(app: typer.Typer) -> None:
                 session.show({"engine": engine.digest, "prompt_token_ids": ids, "text": done.text,
                               "token_ids": done.token_ids, "finish_reason": done.finish_reason}, [done.text])
                 return
+            failed: str | None = None
             for delta in llm.stream(ids, params):
                 sys.stdout.write(delta.outputs[0].text)
                 sys.stdout.flush()
+                failed = failed or delta.outputs[0].error
         sys.stdout.write("\n")
+        if failed is not None:
+            raise failure(failed)

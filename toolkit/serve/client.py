@@ -33,7 +33,7 @@ from typing import Any
 from calib.errors import ENVIRONMENT, ToolkitError
 from engines.request import SamplingParams
 from toolkit.serve.faults import ApiError, bad, unavailable
-from toolkit.serve.wire import AsyncWire, Message
+from toolkit.serve.wire import FAULT, AsyncWire, Message
 
 _LOG = logging.getLogger(__name__)
 _GENTLY_S = 10.0
@@ -236,8 +236,9 @@ class EngineClient:
             self._deliver(message)
         elif kind == "refused":
             if (ticket := self._tickets.get(message["id"])) is not None:
-                ticket.put(bad(message["message"] + (f" ({message['hint']})" if message["hint"] else ""),
-                               code=message["code"]))
+                words = message["message"] + (f" ({message['hint']})" if message["hint"] else "")
+                fault = message["code"] == FAULT
+                ticket.put(ApiError(500, words, code=FAULT) if fault else bad(words, code=message["code"]))
         elif kind == "stats" and (future := self._asked.get(message["id"])) is not None and not future.done():
             future.set_result(message)
 

@@ -28,6 +28,8 @@ _HEADER = struct.Struct(">I")
 #: Bytes of messages that the front end may have waiting before the engine has to: some hundred steps of a full batch.
 _BUFFER = 4 << 20
 _READ = 1 << 20
+#: The ``code`` of a refusal that is the engine's own fault, not the request's.
+FAULT = "engine_fault"
 Message = dict[str, Any]
 
 

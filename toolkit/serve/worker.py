@@ -28,7 +28,7 @@ from engines.request import SamplingParams, TokenLogprob
 from engines.runtime.admission import Terms
 from engines.runtime.events import TokenEvent
 from engines.runtime.loop import Loop
-from toolkit.serve.wire import BlockingWire, Message
+from toolkit.serve.wire import FAULT, BlockingWire, Message
 
 _LOG = logging.getLogger(__name__)
 BEAT_S = 0.5
@@ -126,6 +126,11 @@ class Worker:
         except ToolkitError as error:
             self._wire.send({"ev": "refused", "id": job.identity, "code": error.code, "message": error.message,
                              "hint": error.hint})
+            return
+        except Exception as error:  # one request's fault, whatever it is, is not the others'
+            _LOG.exception("a prompt could not be admitted")
+            self._wire.send({"ev": "refused", "id": job.identity, "code": FAULT, "hint": "",
+                             "message": f"the engine could not take the request: {type(error).__name__}"})
             return
         self._jobs[job.identity] = job
         self._of_number |= {number: (job, index) for index, number in job.numbers.items()}

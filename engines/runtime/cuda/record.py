@@ -129,7 +129,7 @@ class HostRecord:
         self._greedy = False
         params = [sequence.params for sequence in sequences]
         self._floats["temperature"][:] = 0.0
-        self._floats["temperature"][:count] = [its.temperature for its in params]
+        self._floats["temperature"][:count] = [its.heat for its in params]
         self._floats["top_p"][:count] = [its.top_p for its in params]
         self._floats["min_p"][:count] = [its.min_p for its in params]
         self._top_k[:count] = [its.top_k for its in params]
