@@ -198,7 +198,7 @@ This page is written by `python -m benchmarks.plans`.
   size that can still be cut over N devices, and refuses a cut through a group, a tile or a head, with what would
   fit.
 - **Disk** is exact: names, dtypes and shapes of every tensor follow from the plan, and with them the files, headers
-  and all (`calib/sizes.py`). With `protect` it is the most it can be.
+  and all (`calib/sizes.py`). With `protect` it is the least: layers that stay in 16 bits come on top.
 - **Time and memory** are measured when `--rehearse` asks for it: the recipe is rehearsed on small random models in
   a fresh process, once for a recipe, its settings, this machine and these versions (`calib/rehearsal.py`; kept in
   home): seconds once, per layer, per weight and per element of the head. The machine's other work at that time is

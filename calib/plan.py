@@ -43,10 +43,10 @@ class DiskSpaceError(CalibError):
 class CalibrationPlan(Frozen):
     """What ``quantize`` is going to do.
 
-    ``size_bytes`` is that of the weight files, exact (with ``protect`` the most it can be); ``work_bytes`` what a
-    layerwise run keeps beside them meanwhile. ``memory_bytes`` is the peak of anonymous memory without the libraries'
-    own, and ``seconds`` is None, until a rehearsal has measured this machine. ``tp``: devices that the result is to be
-    cut over.
+    ``size_bytes`` is that of the weight files, exact (with ``protect`` the least: what stays in 16 bits comes on top);
+    ``work_bytes`` what a layerwise run keeps beside them meanwhile. ``memory_bytes`` is the peak of anonymous memory
+    without the libraries' own, and ``seconds`` is None, until a rehearsal has measured this machine. ``tp``: devices
+    that the result is to be cut over.
     """
 
     model: str

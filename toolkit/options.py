@@ -33,11 +33,11 @@ MemoryOption = Annotated[str | None, typer.Option("--memory", "--gpu-memory", sh
 _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
-def parse_bytes(text: str) -> int:
-    """``2GB``, ``1500MiB`` or plain bytes; UsageError otherwise."""
+def parse_bytes(text: str, also: str = "") -> int:
+    """``2GB``, ``1500MiB`` or plain bytes; UsageError otherwise. ``also``: what else the caller takes, for the hint."""
     found = re.fullmatch(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)\s*([a-zA-Z]*)", text.strip())
     if not found or found[2].lower() not in _UNITS:
-        raise UsageError(f"{text!r} is not a size", "Write it like 2GB, 1500MiB, 80%, or in bytes.")
+        raise UsageError(f"{text!r} is not a size", f"Write it like 2GB, 1500MiB{also}, or in bytes.")
     return int(Decimal(found[1]) * _UNITS[found[2].lower()])
 
 
@@ -45,7 +45,7 @@ def parse_memory(text: str, total: Callable[[], int]) -> int:
     """A size as ``parse_bytes`` reads it, or a share of ``total()`` bytes: ``80%``. UsageError otherwise."""
     found = re.fullmatch(r"([0-9]{1,3}(?:\.[0-9]{1,9})?)\s*%", text.strip())
     if not found:
-        return parse_bytes(text)
+        return parse_bytes(text, ", 80%")
     if not 0 < float(found[1]) <= 100:
         raise UsageError(f"{text!r} is no share of the memory", "Write more than 0% and at most 100%.")
     return int(float(found[1]) / 100 * total())
