@@ -5,7 +5,8 @@
 Writes a random Llama of 3 GB (bf16) shard by shard, calibrates it layer by layer in a fresh process for each recipe,
 and reads the peak of anonymous memory from the checkpoint's own evidence. Asked: at most 1.5 GB and one shard (512 MB
 here) of anonymous memory, where the whole pass would hold 6 GB of float32 weights. The model is deleted afterwards.
-Each recipe's cell is in FILE as soon as it is measured; cells of other recipes stay there. Memory does not depend on
+Each recipe's cell is in FILE as soon as it is measured; cells of other recipes stay there, and a FILE of another
+device, version, commit or number of rows is refused before anything is measured. Memory does not depend on
 what else the machine does, time does: that is the plans' matter (``benchmarks.plans``).
 """
 
@@ -19,7 +20,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.plans import merged
+from benchmarks.plans import held_cells, merged
 from calib.artifact import Artifact
 from calib.calibrate import quantize
 from calib.dataset import CalibrationSet
@@ -49,6 +50,7 @@ def peak_cell(recipe: str, evidence: dict[str, float]) -> BenchCell:
 
 def measure(work: Path, recipes: list[str], rows: int, json_file: Path | None) -> None:
     """Calibrate by each recipe; say and write what it took."""
+    cells = [] if json_file is None else held_cells(json_file, rows)
     model = write_model(work / "model", SHAPE, SHARD)
     calibration_set(model, work / "calibration", rows, 256)
     for recipe in recipes:
@@ -56,8 +58,11 @@ def measure(work: Path, recipes: list[str], rows: int, json_file: Path | None) -
         shutil.rmtree(work / "out")
         found = [peak_cell(recipe, evidence)]
         print(table(found), flush=True)
+        cells = merged(cells, found)
         if json_file is not None:
-            write_cells(json_file, merged(json_file, found))
+            measured_recipes = " ".join(cell.name.split()[1] for cell in cells)
+            write_cells(json_file, cells, f"python -m benchmarks.layerwise --recipe {measured_recipes} --rows {rows} "
+                        f"--json {json_file.name}")
 
 
 def main() -> None:

@@ -229,19 +229,25 @@ def measure(asked: argparse.Namespace) -> list[BenchCell]:
     return found
 
 
-def merged(path: Path, cells: list[BenchCell], rows: int) -> list[BenchCell]:
-    """The cells of ``path`` that were not measured anew, then the new ones. Refused where they do not compare."""
+def held_cells(path: Path, rows: int) -> list[BenchCell]:
+    """The cells of ``path``, none where it is not there. Refused where they do not compare with this run's: ask before
+    anything is measured."""
     if not path.is_file():
-        return cells
+        return []
     held = json.loads(path.read_text())
     here = {"device": device_name(), "versions": installed_versions(), "commit": commit(), "rows": rows}
     for key, now in here.items():
         then = _rows_of(held["command"]) if key == "rows" else held[key]
         if then != now:
             raise SystemExit(f"{path} was measured with {key} {then}, and this run has {now}: such cells do not "
-                             "compare. Measure all of them anew: leave --merge out.")
+                             "compare. Measure all of them anew, into another file.")
+    return [BenchCell.model_validate(cell) for cell in held["cells"]]
+
+
+def merged(held: list[BenchCell], cells: list[BenchCell]) -> list[BenchCell]:
+    """The held cells that were not measured anew, then the new ones."""
     names = {cell.name for cell in cells}
-    return [BenchCell.model_validate(cell) for cell in held["cells"] if cell["name"] not in names] + cells
+    return [cell for cell in held if cell.name not in names] + cells
 
 
 def _rows_of(command: str) -> int:
@@ -285,13 +291,14 @@ def main() -> None:
         quantize(model, load_recipe(recipe), Path(out), calibration=CalibrationSet.open(calibration),
                  choose_texts=sentences(2, 60), layerwise=mode)
         return
+    held = held_cells(asked.json, asked.rows) if asked.json and asked.merge and asked.shape else []
     cells = measure(asked) if asked.shape else []
     if asked.json and cells:
-        kept = merged(asked.json, cells, asked.rows) if asked.merge else cells
+        kept = merged(held, cells)
         write_cells(asked.json, kept, command_of((cell.name for cell in kept), asked.json, asked.rows))
     if asked.doc:
-        held: dict[str, Any] = json.loads(asked.json.read_text()) if asked.json else {"cells": [], "device": ""}
-        asked.doc.write_text(document(held["cells"], held["device"], ["fp8", "int8", "int4_awq"]))
+        made: dict[str, Any] = json.loads(asked.json.read_text()) if asked.json else {"cells": [], "device": ""}
+        asked.doc.write_text(document(made["cells"], made["device"], ["fp8", "int8", "int4_awq"]))
 
 
 if __name__ == "__main__":

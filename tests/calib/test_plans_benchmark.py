@@ -6,7 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import plans
+from benchmarks import layerwise, plans
+from calib.artifact import Artifact
+from calib.calibrate import quantize
+from calib.dataset import CalibrationSet
+from calib.random_model import Shape, sentences
+from calib.recipe import load_recipe
 from evals.bench import BenchCell, commit, write_cells
 
 FILE = Path(__file__).parents[2] / "docs" / "benchmarks" / "plans.json"
@@ -46,9 +51,30 @@ def test_the_files_command_makes_all_of_its_cells():
 
 def test_cells_are_merged_where_they_compare(tmp_path):
     path = tmp_path / "plans.json"
-    assert plans.merged(path, cells(WHOLE), 8) == cells(WHOLE)
+    assert plans.merged(plans.held_cells(path, 8), cells(WHOLE)) == cells(WHOLE)
     write_cells(path, cells(WHOLE, LAYERS), plans.command_of([WHOLE, LAYERS], path, 8))
-    assert plans.merged(path, cells(WHOLE, value=2.0), 8) == [*cells(LAYERS), *cells(WHOLE, value=2.0)]
+    assert plans.merged(plans.held_cells(path, 8), cells(WHOLE, value=2.0)) == [
+        *cells(LAYERS), *cells(WHOLE, value=2.0)]
+
+
+def test_layerwise_keeps_what_its_file_holds_and_refuses_another_first(tmp_path, monkeypatch):
+    """The whole of ``benchmarks.layerwise``, on a model of a few thousand weights."""
+    monkeypatch.setattr(layerwise, "SHAPE", Shape(hidden=64, inter=128, layers=2, heads=2, kv_heads=1, vocab=512))
+    path = tmp_path / "layerwise.json"
+
+    def small(model, calibration, recipe, out):
+        quantize(model, load_recipe(recipe), out, calibration=CalibrationSet.open(calibration), layerwise="on",
+                 choose_texts=sentences(2, 40))
+        return json.loads(Artifact.open(out).file("calibration.json").read_text())
+    monkeypatch.setattr(layerwise, "measured", small)
+    for number, recipe in enumerate(("fp8", "int8")):
+        layerwise.measure(tmp_path / str(number), [recipe], 2, path)
+    held = json.loads(path.read_text())
+    assert [cell["name"].split()[1] for cell in held["cells"]] == ["fp8", "int8"]
+    assert "--recipe fp8 int8 --rows 2" in held["command"]
+    with pytest.raises(SystemExit, match="was measured with rows 2"):
+        layerwise.measure(tmp_path / "again", ["fp8"], 3, path)
+    assert not (tmp_path / "again").exists()
 
 
 @pytest.mark.parametrize(("key", "value"), [("device", "another CPU"), ("versions", {"torch": "0.1"}),
@@ -60,5 +86,5 @@ def test_cells_of_another_making_are_refused(tmp_path, key, value):
     assert document["commit"] == commit()
     path.write_text(json.dumps(document | {key: value}))
     word = "rows" if key == "command" else key
-    with pytest.raises(SystemExit, match=f"was measured with {word} .*leave --merge out"):
-        plans.merged(path, cells(WHOLE), 8)
+    with pytest.raises(SystemExit, match=f"was measured with {word} .*into another file"):
+        plans.held_cells(path, 8)
