@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -36,12 +35,13 @@ def bound_of(memory: str | None) -> int | None:
     return bound
 
 
-def refuse_text_options(recipe: Recipe, kv_cache: KvChoice, options: Mapping[str, object]) -> None:
-    """UsageError where something about calibration text is asked for by a recipe that reads none."""
-    if recipe.needs_data(kv_cache):
-        return
-    for option, value in options.items():
-        if value not in (None, False):
-            raise UsageError(f"{option if value is True else f'{option} {value}'} would have no effect: recipe "
-                             f"{recipe.name} with a {kv_cache} KV cache is calibrated on no text",
-                             f"Leave {option} out, or choose a recipe that needs data.")
+def text_size(recipe: Recipe, kv_cache: KvChoice, rows: int | None, length: int | None, **others: str | bool | None
+              ) -> tuple[int, int]:
+    """Rows of calibration text and tokens of one. UsageError where they, or ``others`` (options by name), are asked for
+    by a recipe that reads no text."""
+    for option, value in {"rows": rows, "length": length, **others}.items():
+        if value is not None and value is not False and not recipe.needs_data(kv_cache):
+            said = f"--{option}" if value is True else f"--{option} {value}"
+            raise UsageError(f"{said} would have no effect: recipe {recipe.name} with a {kv_cache} KV cache is "
+                             "calibrated on no text", f"Leave --{option} out, or choose a recipe that needs data.")
+    return rows or ROWS, length or LENGTH

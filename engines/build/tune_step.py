@@ -234,7 +234,7 @@ def tune_step(plan: Plan, mode: str, tops: Mapping[int, Mapping[str, Ordered[Ker
             kernels, timing = _descend(bench, kernels, size, sites(plan, tops.get(size, {}), size, mode), end)
             timings.append(timing)
     report(Progress("tune step", len(sizes), len(sizes), "size"))
-    return kernels, timings
+    return kernels, timings[::-1]
 
 
 def collect_trials(bench: StepBench, sizes: Ordered[int], tops: Mapping[int, Mapping[str, Ordered[KernelConfig]]],

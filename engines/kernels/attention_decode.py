@@ -144,15 +144,16 @@ def candidates(head_dim: int, block_size: int, kv_bytes: int, device: DeviceFact
     if block_size != next_pow2(block_size):
         raise ValueError(f"block_size must be a power of two, found {block_size}")
     tiles, rules, merges, fused = _space(batch, max(1, device.num_sms), deterministic, kv_bytes)
-    row = 2 * next_pow2(head_dim) * kv_bytes
-
-    def fitting(offered: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-        return [(tile, warps, stages) for tile, warps, stages in offered
-                if max(1, stages - 1) * tile * row <= device.shared_bytes * 3 // 4]
-
     packed: tuple[int, ...] = (0,)
     if kv_bytes == 1:
         packed = (0, 1) if batch <= 4 and not deterministic else (1,)
+
+    def fitting(offered: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+        """Tiles that shared memory holds: of the stages' elements, or (PACKED) of one stage widened to 16 bits."""
+        return [(tile, warps, stages) for tile, warps, stages in offered
+                if max(max(1, stages - 1) * kv_bytes, 2 * packed[-1]) * tile * 2 * next_pow2(head_dim)
+                <= device.shared_bytes * 3 // 4]
+
     found = [KernelConfig.of("split", TILE=tile, SPLIT=split, TARGET=target, MIN_SPLIT=least, MERGE=merge, FUSED=one,
                              PACKED=words, num_warps=warps, num_stages=stages, pdl=device.capability >= 90)
              for tile, warps, stages in fitting(tiles) or fitting([(64, 4, 2)]) or [(32, 4, 2)]

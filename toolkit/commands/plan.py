@@ -6,17 +6,7 @@ from typing import Annotated
 
 import typer
 
-from toolkit.calibrating import (
-    LENGTH,
-    ROWS,
-    BoundOption,
-    LayerwiseOption,
-    LengthOption,
-    RowsOption,
-    TpOption,
-    bound_of,
-    refuse_text_options,
-)
+from toolkit.calibrating import BoundOption, LayerwiseOption, LengthOption, RowsOption, TpOption, bound_of, text_size
 from toolkit.options import ExplainOption, KvOption, ModelArgument, RecipeOption
 from toolkit.session import Session, verb
 
@@ -46,8 +36,7 @@ def register(app: typer.Typer) -> None:
         from toolkit.store import RunStore
 
         chosen, bound = load_recipe(recipe), bound_of(memory)
-        refuse_text_options(chosen, kv_cache, {"--rows": rows, "--length": length})
-        rows, length = rows or ROWS, length or LENGTH
+        rows, length = text_size(chosen, kv_cache, rows, length)
         with RunStore(session.home.store) as store:
             shop = Workshop(session.home, store, offline=session.offline)
             folder = model_folder(shop, resolve(model, session.home, store, offline=session.offline))

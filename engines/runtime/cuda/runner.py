@@ -9,7 +9,7 @@ have to visit the host to be the next step's input, as ``kernels/prepare`` takes
 
 **Prompts beside decoding rows.** A mixed step has no graph, and Python launches its kernels more slowly than the device
 runs a short one. So where the new chunks are short, such a step is two launches (``parts``): the graph of the decoding
-rows, then that of the chunks, while which the rows' tokens are read. The weights are read once more, but nobody waits
+rows, then that of the chunks, behind which the rows' tokens are read. The weights are read once more, but nobody waits
 for Python: a prompt of 128 tokens that joined 7 rows cost the step 39 ms, and costs 4 (an H200, 8B at fp8).
 
 A sequence that stops in step n is in step n+1 already: that token is dropped. Its blocks may be given away at once, as
@@ -106,10 +106,10 @@ class CudaRunner:
         record.write_sampling(sequences)
         self._send(record, writer.finish(size))
         masks = _adjusted(sequences)
-        if not self._replay(Key("body" if masks else "decode", size, size)):
+        replayed = self._replay(Key("body" if masks else "decode", size, size))
+        if not replayed:
             self._steps.body(Shape(size, decodes=size))
-            self._head(size, masks)
-        elif masks:
+        if masks or not replayed:
             self._head(size, masks)
         return [chunk if _ends(chunk) else None for chunk in chunks]
 
