@@ -273,8 +273,7 @@ def test_plan_inspect_verify(finished, call):
 
 
 def test_quantize_build_sweep_alone(finished, call, tmp_path):
-    assert call("quantize", "tiny", "--recipe", "bf16", "--out", tmp_path / "ckpt", "--rows", 8, "--length", 64,
-                "-q")[0] == 0
+    assert call("quantize", "tiny", "--recipe", "bf16", "--out", tmp_path / "ckpt", "-q")[0] == 0
     code, out, err = call("build", tmp_path / "ckpt", "--out", tmp_path / "engine", "--max-seq-len", 64, "--json",
                           "--tune", "none")
     assert code == 0, err
