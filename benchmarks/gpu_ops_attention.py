@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 
 from benchmarks.gpu_ops_points import BLOCK, HEAD_DIM, HEADS, KV_HEADS, Point, relative
-from engines.kernels import attention_decode, attention_plan, attention_prefill
+from engines.kernels import attention_decode, attention_plan, attention_prefill, rope_kv
 from engines.kernels.impl import DeviceFacts, KernelConfig
 
 BANDWIDTH = 4.27e12
@@ -24,7 +24,9 @@ def decode_points(device: DeviceFacts, tiny: bool) -> Iterator[Point]:
     for dtype in (torch.bfloat16, torch.float8_e4m3fn):
         most = max(contexts) * max(batches)
         pool = most // BLOCK + 64
-        caches = [torch.empty(pool, KV_HEADS, BLOCK, HEAD_DIM, dtype=dtype, device="cuda") for _ in "kv"]
+        shape = (pool, KV_HEADS, BLOCK, HEAD_DIM)
+        caches = [torch.empty(sides, dtype=dtype, device="cuda")
+                  for sides in (shape, rope_kv.v_shape(shape, dtype.itemsize == 1))]
         for cache in caches:  # random in pieces: the whole is larger than the chip's idea of a tensor iterator
             for piece in cache.split(max(1, 2**27 // (KV_HEADS * BLOCK * HEAD_DIM))):
                 piece.copy_(torch.randn(piece.shape, device="cuda", dtype=torch.bfloat16))

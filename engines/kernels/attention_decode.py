@@ -19,9 +19,9 @@ program that arrives last (``MERGE`` 1: a counter per (sequence, kv head), reset
 
     acc    float32 [capacity, num_kv_heads, query_len * group, head_dim], stats float32 [.., 2] = (m, l)
 
-**8-bit KV** is converted to fp16 in registers (exact); k_scale multiplies the scores, v_scale the output. **Output**
-may leave quantized: fp8 with a static scale, or groups that divide head_dim; per-token modes take
-``quantize.launch`` afterwards. seq_len 0 (a padded row) gives zeros. Cache layout: ``rope_kv`` docstring.
+**8-bit KV** is converted to fp16 in registers (exact); k_scale multiplies the scores, v_scale the output. V lies with a
+block's keys adjacent, as the matrix unit wants them. **Output** may leave quantized: fp8 with a static scale, or groups
+that divide head_dim; per-token modes take ``quantize.launch`` afterwards. seq_len 0 (a padded row) gives zeros. Cache layout: ``rope_kv`` docstring.
 """
 
 from __future__ import annotations
@@ -79,13 +79,14 @@ def decode_kernel(q_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, acc_ptr, stats_ptr, 
                   LIVE2: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
                   SOFTCAP: tl.constexpr, MERGE: tl.constexpr, CHUNK: tl.constexpr, QUANT: tl.constexpr,
                   GROUP: tl.constexpr, EXACT: tl.constexpr, AHEAD: tl.constexpr, THREADS: tl.constexpr,
-                  DELAY: tl.constexpr, PDL: tl.constexpr, PACKED: tl.constexpr) -> None:
+                  DELAY: tl.constexpr, PDL: tl.constexpr, TAIL: tl.constexpr) -> None:
     """One program a (kv head, item). LIVE2 >= query_len * GQA rows are merged, ROWS >= 16 of them are attended."""
     kv_head = tl.program_id(0)
     item = tl.program_id(1)
     gdc_launch(PDL)
     gdc_wait(PDL)
     items, sequence, begin, end, seq_len, split, splits = load_item(plan_ptr, item)
+    begin = begin // TILE * TILE  # so it was cut: now the compiler knows, and 8-bit V travels in runs of keys
     if AHEAD and item >= items:
         read_ahead(next_ptr, next_chunks, after_ptr, after_chunks, (item - items) * num_kv_heads + kv_head,
                    (tl.num_programs(1) - items) * num_kv_heads, THREADS, DELAY, PDL)
@@ -104,31 +105,56 @@ def decode_kernel(q_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, acc_ptr, stats_ptr, 
         m = tl.full((ROWS,), float("-inf"), tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
         acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
-        for start in tl.range(begin, end, TILE):
+        if TAIL:
+            whole = begin + tl.maximum(end - begin - 1, 0) // TILE * TILE
+        else:
+            whole = end
+        for start in tl.range(begin, whole, TILE):
             m, total, acc = attention_step(q, m, total, acc, start, end, last_key, table, k_ptr, v_ptr, kv_head,
+                                           num_kv_heads, 0, dims, scale, HEAD_DIM, BLOCK_SIZE, TILE, not TAIL,
+                                           QUERY_LEN > 1, WINDOW, SOFTCAP, EXACT)
+        if TAIL:
+            m, total, acc = attention_step(q, m, total, acc, whole, end, last_key, table, k_ptr, v_ptr, kv_head,
                                            num_kv_heads, 0, dims, scale, HEAD_DIM, BLOCK_SIZE, TILE, True,
-                                           QUERY_LEN > 1, WINDOW, SOFTCAP, EXACT, PACKED)
+                                           QUERY_LEN > 1, WINDOW, SOFTCAP, EXACT)
         finish_item(m, total, acc, item, split, splits, sequence, kv_head, row, dims, acc_ptr, stats_ptr, counter_ptr,
                     v_scale_ptr, out_ptr, scales_ptr, input_scale_ptr, pre_quant_ptr, out_stride, num_groups,
                     num_kv_heads, QUERY_LEN, GQA, HEAD_DIM, LIVE2, MERGE, CHUNK, QUANT, GROUP)
 
 
-_Space = tuple[list[tuple[int, int, int]], list[tuple[int, int, int]], tuple[int, ...], tuple[int, ...]]
+_Tiles = list[tuple[int, int, int, int]]
+_CODES: _Tiles = [(64, 4, 2, 128), (128, 8, 2, 128), (128, 4, 3, 0)]
 
 
-def _space(batch: int, sms: int, deterministic: bool, kv_bytes: int) -> _Space:
-    """(TILE, warps, stages), (SPLIT, TARGET, MIN_SPLIT), MERGE and FUSED to combine, best guesses first."""
+def _tiles(batch: int, deterministic: bool, kv_bytes: int) -> _Tiles:
+    """(TILE, warps, stages, REGISTERS), best guesses first."""
+    if kv_bytes == 1:
+        if deterministic:
+            return [(128, 8, 2, 128), (64, 4, 2, 128), (32, 4, 3, 128)]
+        return ([(128, 8, 2, 0), (256, 8, 2, 0), (128, 8, 2, 128)] if batch <= 4 else
+                _CODES if batch <= 64 else [(32, 4, 3, 128), *_CODES])
+    if deterministic:
+        return [(128, 4, 3, 0), (64, 4, 3, 0), (32, 4, 2, 0)]
+    if batch <= 4:  # latency: wide tiles, so that a short context is one
+        return [(256, 8, 2, 0), (128, 8, 2, 0)]
+    if batch <= 16:
+        return [(128, 4, 3, 0), (64, 4, 3, 0)]
+    return [(64, 4, 3, 0), (128, 4, 3, 0)] if batch <= 64 else [(32, 4, 2, 0), (64, 4, 3, 0), (128, 4, 3, 0)]
+
+
+_Space = tuple[list[tuple[int, int, int]], tuple[int, ...], tuple[int, ...]]
+
+
+def _space(batch: int, sms: int, deterministic: bool) -> _Space:
+    """(SPLIT, TARGET, MIN_SPLIT), MERGE and FUSED to combine, best guesses first."""
     one, wide, many = (0, sms, 128), (0, 2 * sms, 128), (0, 4 * sms, 64)
     if deterministic:
-        return [(128, 4, 3), (64, 4, 3), (32, 4, 2)], [(512, 0, 0), (256, 0, 0)], (1,), (0,)
-    if batch <= 4:  # latency: wide tiles, so that a short context is one; a long one is a single wave of programs
-        tiles = [(256, 8, 2), (128, 8, 2)]
-        return (tiles if kv_bytes > 1 else tiles[::-1]), [one, wide], (0, 1), (1,)
+        return [(512, 0, 0), (256, 0, 0)], (1,), (0,)
+    if batch <= 4:  # a long context is a single wave of programs
+        return [one, wide], (0, 1), (1,)
     if batch <= 16:
-        return [(128, 4, 3), (64, 4, 3)], [wide, many], (1,), (1, 0)
-    if batch <= 64:
-        return [(64, 4, 3), (128, 4, 3)], [many, wide], (1,), (0, 1)
-    return [(32, 4, 2), (64, 4, 3), (128, 4, 3)], [many, wide], (1,), (0,)  # many small programs
+        return [wide, many], (1,), (1, 0)
+    return [many, wide], (1,), (0, 1) if batch <= 64 else (0,)  # many small programs
 
 
 def candidates(head_dim: int, block_size: int, kv_bytes: int, device: DeviceFacts, *,
@@ -138,33 +164,29 @@ def candidates(head_dim: int, block_size: int, kv_bytes: int, device: DeviceFact
 
     ``FUSED`` 1 means the kernel that rotates and stores its own token (``attention_rope``): it wins by latency at few
     sequences, and loses at many, where its first tile outside the pipelined loop and its registers cost more than a
-    RoPE kernel of its own (128 sequences, an H200: 20 us a layer). ``PACKED`` 1: ``attention_step``; it wins by
-    throughput (16 sequences of 8k, fp8 cache: a step 8.31 to 5.91 ms), and loses latency at one (2.41 to 2.56).
+    RoPE kernel of its own (128 sequences, an H200: 20 us a layer). ``TAIL`` 1: a context's last tile has code of its
+    own, and the loop over whole tiles is a quarter shorter; 8-bit caches always have it, ``attention_rope`` as well.
     """
     if block_size != next_pow2(block_size):
         raise ValueError(f"block_size must be a power of two, found {block_size}")
-    tiles, rules, merges, fused = _space(batch, max(1, device.num_sms), deterministic, kv_bytes)
-    packed: tuple[int, ...] = (0,)
-    if kv_bytes == 1:
-        packed = (0, 1) if batch <= 4 and not deterministic else (1,)
+    rules, merges, fused = _space(batch, max(1, device.num_sms), deterministic)
 
-    def fitting(offered: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
-        """Tiles that shared memory holds: of the stages' elements, or (PACKED) of one stage widened to 16 bits."""
-        return [(tile, warps, stages) for tile, warps, stages in offered
-                if max(max(1, stages - 1) * kv_bytes, 2 * packed[-1]) * tile * 2 * next_pow2(head_dim)
-                <= device.shared_bytes * 3 // 4]
+    def fitting(offered: _Tiles) -> _Tiles:
+        """Tiles that shared memory holds."""
+        return [(tile, warps, stages, registers if head_dim <= 128 else 0) for tile, warps, stages, registers in offered
+                if max(1, stages - 1) * tile * 2 * next_pow2(head_dim) * kv_bytes <= device.shared_bytes * 3 // 4]
+
+    def tails(fused: int) -> tuple[int, ...]:
+        return (1,) if fused or kv_bytes == 1 else (0, 1) if batch <= 64 and not deterministic else (0,)
 
     found = [KernelConfig.of("split", TILE=tile, SPLIT=split, TARGET=target, MIN_SPLIT=least, MERGE=merge, FUSED=one,
-                             PACKED=words, num_warps=warps, num_stages=stages, pdl=device.capability >= 90)
-             for tile, warps, stages in fitting(tiles) or fitting([(64, 4, 2)]) or [(32, 4, 2)]
-             for words in packed for split, target, least in rules for merge in merges for one in fused
+                             TAIL=tail, REGISTERS=registers, num_warps=warps, num_stages=stages,
+                             pdl=device.capability >= 90)
+             for tile, warps, stages, registers in (fitting(_tiles(batch, deterministic, kv_bytes))
+                                                    or fitting([(64, 4, 2, 0)]) or [(32, 4, 2, 0)])
+             for split, target, least in rules for merge in merges for one in fused for tail in tails(one)
              if split % tile == 0]
     return list(dict.fromkeys(found))
-
-
-def packed_codes(config: KernelConfig, cache: torch.Tensor) -> bool:
-    """Whether a decode kernel loads this cache four codes to a word."""
-    return bool(dict(config.meta).get("PACKED")) and cache.dtype.itemsize == 1 and not INTERPRETED
 
 
 def check_epilogue(quant: ActQuant, group: int, head_dim: int, query_len: int) -> None:
@@ -220,7 +242,7 @@ def launch(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_
         num_kv_heads, **how, ROWS=max(16, next_pow2(live)),
         LIVE2=next_pow2(live), BLOCK_SIZE=block_size, TILE=config["TILE"], WINDOW=work.window, SOFTCAP=softcap,
         MERGE=config["MERGE"], EXACT=INTERPRETED, CHUNK=merge_chunk(live, block_d),
-        PACKED=packed_codes(config, k_cache), **common, **options)
+        TAIL=bool(k_scale is not None or config.get("TAIL")), **common, **options)
     if not config["MERGE"]:
         launch_merge(work, num_kv_heads, live, v_scale, out, scales, input_scale, pre_quant_scale, num_groups, common,
                      options)

@@ -57,9 +57,9 @@ def _rows_step(q, m, total, acc, start, end, last_key, k_desc, v_desc, first_row
     inside = key < end
     k = k_desc.load([first_row + start, column]).T
     v = v_desc.load([first_row + start, column])
-    if MASKED:  # rows at the end and beyond are others', or nobody's, whatever they hold: 0 * NaN is NaN
+    if MASKED:  # before the scores: the registers of a tile are not enough for both at once
         v = tl.where(inside[:, None], v, 0.0)
-    return attend(q, m, total, acc, key, inside, k, v, last_key, scale, MASKED, True, WINDOW, SOFTCAP, EXACT, k.dtype)
+    return attend(q, m, total, acc, key, inside, k, v, last_key, scale, MASKED, False, True, WINDOW, SOFTCAP, EXACT)
 
 
 @triton.jit(do_not_specialize=["table_stride"],
@@ -112,7 +112,7 @@ def prefill_kernel(q_ptr, k_ptr, v_ptr, k_desc, v_desc, table_ptr, cu_q_ptr, seq
                 else:
                     m, total, acc = attention_step(q, m, total, acc, start, end, last_key, table, k_ptr, v_ptr,
                                                    kv_head, num_kv_heads, kv_stride, dims, scale, HEAD_DIM,
-                                                   BLOCK_SIZE, TILE, False, True, WINDOW, SOFTCAP, EXACT, False)
+                                                   BLOCK_SIZE, TILE, False, False, WINDOW, SOFTCAP, EXACT)
         for start in tl.range(masked_from, end, TILE):
             if TMA:
                 m, total, acc = _rows_step(q, m, total, acc, start, end, last_key, k_desc, v_desc, begin_q,
@@ -120,7 +120,7 @@ def prefill_kernel(q_ptr, k_ptr, v_ptr, k_desc, v_desc, table_ptr, cu_q_ptr, seq
             else:
                 m, total, acc = attention_step(q, m, total, acc, start, end, last_key, table, k_ptr, v_ptr, kv_head,
                                                num_kv_heads, kv_stride, dims, scale, HEAD_DIM, BLOCK_SIZE, TILE, True,
-                                               True, WINDOW, SOFTCAP, EXACT, False)
+                                               True, WINDOW, SOFTCAP, EXACT)
         store_rows(normalised(acc, total, v_scale_ptr), (begin_q + token)[:, None], kv_head * GQA + row % GQA, live,
                    dims,
                    out_ptr, None, input_scale_ptr, pre_quant_ptr, out_stride, 0, HEAD_DIM, QUANT, 0)
@@ -201,8 +201,6 @@ def launch(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block_table: torch
         if tokens:
             k_desc, v_desc = (TensorDescriptor(x, [tokens, num_kv_heads * head_dim], [x.stride(0), 1],
                                                [config["TILE"], head_dim]) for x in (k, v))
-        if config["REGISTERS"]:
-            options["maxnreg"] = config["REGISTERS"]
     if tokens:
         prefill_kernel[(triton.cdiv(max_query_len, per_program), num_kv_heads, seq_lens.shape[0])](
             q, k, v, k_desc, v_desc, block_table, cu_seqlens_q, seq_lens, k_scale, v_scale, out, input_scale,

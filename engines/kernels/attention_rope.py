@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 
 from engines.kernels import attention_decode, rope_kv
-from engines.kernels.attention_decode import check_epilogue, finish_item, packed_codes
+from engines.kernels.attention_decode import check_epilogue, finish_item
 from engines.kernels.attention_merge import launch_merge, merge_chunk
 from engines.kernels.attention_plan import Workspace, load_item
 from engines.kernels.attention_step import attend, attention_step, capped, load_tile, query_operand, score_scale
@@ -41,7 +41,7 @@ from engines.kernels.jit import INTERPRETED, ActQuant, gdc_launch, gdc_wait, lau
 from engines.kernels.quantize import check_act
 from engines.kernels.read_ahead import ReadAhead, read_ahead
 from engines.kernels.read_ahead import arguments as read_ahead_arguments
-from engines.kernels.rope_kv import check_cache, to_cache
+from engines.kernels.rope_kv import check_cache, to_cache, v_place
 
 
 @triton.jit
@@ -63,7 +63,7 @@ def rope_decode_kernel(qkv_ptr, cos_sin_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, 
                        LIVE2: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
                        SOFTCAP: tl.constexpr, MERGE: tl.constexpr, CHUNK: tl.constexpr, QUANT: tl.constexpr,
                        GROUP: tl.constexpr, EXACT: tl.constexpr, AHEAD: tl.constexpr, THREADS: tl.constexpr,
-                       DELAY: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr, PACKED: tl.constexpr) -> None:
+                       DELAY: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr) -> None:
     """One program a (kv head, item)."""
     HALF: tl.constexpr = HEAD_DIM // 2
     kv_head = tl.program_id(0)
@@ -72,6 +72,7 @@ def rope_decode_kernel(qkv_ptr, cos_sin_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, 
     if not EARLY:
         gdc_wait(PDL)
     items, sequence, begin, end, seq_len, split, splits = load_item(plan_ptr, item)
+    begin = begin // TILE * TILE  # so it was cut: now the compiler knows, and 8-bit V travels in runs of keys
     mine = item < items
     if AHEAD and not mine:
         read_ahead(next_ptr, next_chunks, after_ptr, after_chunks, (item - items) * num_kv_heads + kv_head,
@@ -84,9 +85,9 @@ def rope_decode_kernel(qkv_ptr, cos_sin_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, 
     table = table_ptr + sequence.to(tl.int64) * table_stride
     dims = tl.arange(0, BLOCK_D)
     real = dims < HEAD_DIM
-    start = tl.where(mine, begin, 0)
+    start = tl.where(mine, begin + tl.maximum(cached_end - begin - 1, 0) // TILE * TILE, 0)
     key, inside, k, v = load_tile(start, cached_end, table, k_ptr, v_ptr, kv_head, num_kv_heads, 0, dims, HEAD_DIM,
-                                  BLOCK_SIZE, TILE, True, BLOCK_D != HEAD_DIM, PACKED)
+                                  BLOCK_SIZE, TILE, True)
     angle = cos_sin_ptr + position.to(tl.int64) * HEAD_DIM + tl.where(dims < HALF, dims, dims - HALF)
     cos = tl.load(angle, mask=real, other=0.0)
     sin = tl.load(angle + HALF, mask=real, other=0.0) * tl.where(dims < HALF, -1.0, 1.0)
@@ -111,20 +112,21 @@ def rope_decode_kernel(qkv_ptr, cos_sin_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, 
         new_v = to_cache(new_v, v_inverse, v_ptr.dtype.element_ty)
         q = query_operand(q.to(qkv_ptr.dtype.element_ty), k_ptr, EXACT)
         owner = (end == seq_len) & (seq_len > 0)
-        at = (block * num_kv_heads + kv_head) * (BLOCK_SIZE * HEAD_DIM) + (position % BLOCK_SIZE) * HEAD_DIM + dims
-        tl.store(k_ptr + at, new_k, mask=real & owner)
-        tl.store(v_ptr + at, new_v, mask=real & owner)
+        run, inner = (block * num_kv_heads + kv_head) * (BLOCK_SIZE * HEAD_DIM), position % BLOCK_SIZE
+        tl.store(k_ptr + run + inner * HEAD_DIM + dims, new_k, mask=real & owner)
+        tl.store(v_ptr + run + v_place(inner, dims, BLOCK_SIZE, HEAD_DIM, v_ptr.dtype.element_ty), new_v,
+                 mask=real & owner)
         s = capped(tl.sum(q.to(tl.float32) * new_k.to(tl.float32)[None, :], 1), scale, SOFTCAP)
         m = tl.where(owner, s, float("-inf"))
         total = tl.where(owner, tl.full((ROWS,), 1.0, tl.float32), 0.0)
         acc = tl.where(owner, tl.broadcast_to(new_v.to(tl.float32)[None, :], (ROWS, BLOCK_D)), 0.0)
         last_key = position + row * 0
-        m, total, acc = attend(q, m, total, acc, key, inside, k, v, last_key, scale, True, False, WINDOW, SOFTCAP,
-                               EXACT, k_ptr.dtype.element_ty)
-        for at_key in tl.range(start + TILE, cached_end, TILE):
+        m, total, acc = attend(q, m, total, acc, key, inside, k, v, last_key, scale, True,
+                               v_ptr.dtype.element_ty.primitive_bitwidth == 8, False, WINDOW, SOFTCAP, EXACT)
+        for at_key in tl.range(begin, start, TILE):
             m, total, acc = attention_step(q, m, total, acc, at_key, cached_end, last_key, table, k_ptr, v_ptr, kv_head,
-                                           num_kv_heads, 0, dims, scale, HEAD_DIM, BLOCK_SIZE, TILE, True, False,
-                                           WINDOW, SOFTCAP, EXACT, PACKED)
+                                           num_kv_heads, 0, dims, scale, HEAD_DIM, BLOCK_SIZE, TILE, False, False,
+                                           WINDOW, SOFTCAP, EXACT)
         finish_item(m, total, acc, item, split, splits, sequence, kv_head, row, dims, acc_ptr, stats_ptr, counter_ptr,
                     v_scale_ptr, out_ptr, scales_ptr, input_scale_ptr, pre_quant_ptr, out_stride, num_groups,
                     num_kv_heads, QUERY_LEN, GQA, HEAD_DIM, LIVE2, MERGE, CHUNK, QUANT, GROUP)
@@ -178,8 +180,7 @@ def launch(qkv: torch.Tensor, cos_sin: torch.Tensor, k_cache: torch.Tensor, v_ca
         out, scales, input_scale, pre_quant_scale, *following, sm_scale, qkv.stride(0), block_table.stride(0),
         out.stride(0), num_groups, num_kv_heads, ROWS=max(16, next_pow2(gqa)), LIVE2=next_pow2(gqa),
         BLOCK_SIZE=block_size, TILE=config["TILE"], WINDOW=work.window, SOFTCAP=softcap, MERGE=config["MERGE"],
-        EXACT=INTERPRETED, EARLY=early and config.pdl, PACKED=packed_codes(config, k_cache), **how,
-        CHUNK=merge_chunk(gqa, block_d), **common, **options)
+        EXACT=INTERPRETED, EARLY=early and config.pdl, CHUNK=merge_chunk(gqa, block_d), **how, **common, **options)
     if not config["MERGE"]:
         launch_merge(work, num_kv_heads, gqa, v_scale, out, scales, input_scale, pre_quant_scale, num_groups, common,
                      options)

@@ -10,9 +10,10 @@ instruction):
 Keys come from the paged cache (layout: ``rope_kv`` docstring) or, BLOCK_SIZE 0, from contiguous rows [tokens, kv heads,
 head_dim]. 8-bit caches are converted in registers to fp16 (exact); their scales are in ``scale`` and in the output.
 
-**Packed codes.** The matrix unit wants pairs of keys of one column of V, and no instruction gathers bytes across rows:
-left to itself the compiler fetches V from shared memory byte by byte. So decode kernels (PACKED) load codes four to an
-int32 word, as they lie, widen them there, and what changes its layout is a tile of 16-bit numbers.
+**Whole tiles and the last one.** A tile that reaches beyond the context needs masks on its loads and its scores, and
+beyond the end of 8-bit V, which lies with a block's keys adjacent, whatever the block held before must be turned to
+zeros (it is others', or nobody's: 0 * NaN is NaN). PARTIAL says that a tile may; loops over whole tiles leave all that
+out.
 """
 
 from __future__ import annotations
@@ -46,61 +47,54 @@ def query_operand(q, k_ptr, EXACT: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def load_tile(start, end, table_ptr, k_ptr, v_ptr, kv_head, num_kv_heads, kv_stride, dims, HEAD_DIM: tl.constexpr,
-              BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr, PADDED: tl.constexpr,
-              PACKED: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
-    """Keys start .. start + TILE as (key, inside, k [D, TILE], v [TILE, D]); those at or beyond ``end`` are zeros if
-    MASKED. ``table_ptr`` is the sequence's block table row; contiguous K and V point at the sequence's first token.
-    PADDED: ``dims`` reaches beyond HEAD_DIM. PACKED: k and v are int32 [TILE, D / 4], for ``widened``."""
+              BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, PARTIAL: tl.constexpr) -> tuple[tl.tensor, ...]:
+    """Keys start .. start + TILE, ``start`` a multiple of TILE, as (key, inside, k [D, TILE], v [TILE, D]).
+
+    ``table_ptr`` is the sequence's block table row; contiguous K and V point at the sequence's first token. PARTIAL:
+    the tile may reach beyond ``end``; what stands there is zero, but for v's codes: up to RUN of them are what the
+    block holds (masked one by one they would travel one by one), and ``attend`` clears them.
+    """
+    TURNED: tl.constexpr = BLOCK_SIZE > 0 and v_ptr.dtype.element_ty.primitive_bitwidth == 8
+    RUN: tl.constexpr = min(BLOCK_SIZE, TILE, 16)
     key = start + tl.arange(0, TILE)
     inside = key < end
-    UNIT: tl.constexpr = 4 if PACKED else 1
+    if TURNED:
+        near = key // RUN * RUN < end
+    else:
+        near = inside
     if BLOCK_SIZE > 0:
         if BLOCK_SIZE % TILE == 0:  # the whole tile lies in one block: one number, and addresses that run on
             block = tl.load(table_ptr + start // BLOCK_SIZE).to(tl.int64)
-        elif MASKED:
-            block = tl.load(table_ptr + key // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+        elif PARTIAL:
+            block = tl.load(table_ptr + key // BLOCK_SIZE, mask=near, other=0).to(tl.int64)
         else:
             block = tl.load(table_ptr + key // BLOCK_SIZE).to(tl.int64)
-        offset = ((block * num_kv_heads + kv_head) * (BLOCK_SIZE * HEAD_DIM // UNIT)
-                  + (key % BLOCK_SIZE) * (HEAD_DIM // UNIT))
+        run = (block * num_kv_heads + kv_head) * (BLOCK_SIZE * HEAD_DIM)
+        offset = run + (key % BLOCK_SIZE) * HEAD_DIM
     else:
         offset = key.to(tl.int64) * kv_stride + kv_head * HEAD_DIM
-    if PACKED:
-        word = tl.arange(0, dims.shape[0] // 4)
-        at = offset[:, None] + word[None, :]
-        real = inside[:, None] & (word < HEAD_DIM // 4)[None, :]
-        k = tl.load(k_ptr.to(tl.pointer_type(tl.int32)) + at, mask=real, other=0)
-        v = tl.load(v_ptr.to(tl.pointer_type(tl.int32)) + at, mask=real, other=0)
+    k_at = k_ptr + offset[None, :] + dims[:, None]
+    if TURNED:
+        v_at = v_ptr + (run + key % BLOCK_SIZE)[None, :] + (dims * BLOCK_SIZE)[:, None]
     else:
-        k_at = k_ptr + offset[None, :] + dims[:, None]
         v_at = v_ptr + offset[:, None] + dims[None, :]
-        if PADDED:
-            k = tl.load(k_at, mask=inside[None, :] & (dims < HEAD_DIM)[:, None], other=0.0)
-            v = tl.load(v_at, mask=inside[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
-        elif MASKED:
-            k = tl.load(k_at, mask=inside[None, :], other=0.0)
-            v = tl.load(v_at, mask=inside[:, None], other=0.0)
-        else:
-            k = tl.load(k_at)
-            v = tl.load(v_at)
-    return key, inside, k, v
-
-
-@triton.jit
-def widened(words, CODE: tl.constexpr) -> tl.tensor:
-    """int32 [R, C], four codes each, as fp16 [R, 4 C]. int8: code + 128 in the low bits of 1024, less 1152."""
-    if tl.int8 == CODE:
-        a, b, c, d = tl.inline_asm_elementwise(
-            "{ .reg .b32 u, m, x, y; mov.b32 m, 0x64646464; xor.b32 u, $4, 0x80808080; prmt.b32 x, u, m, 0x4140; "
-            "prmt.b32 y, u, m, 0x4342; mov.b32 m, 0xE480E480; add.f16x2 x, x, m; add.f16x2 y, y, m; "
-            "mov.b32 {$0, $1}, x; mov.b32 {$2, $3}, y; }",
-            "=h,=h,=h,=h,r", [words], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=1)
+    real = dims < HEAD_DIM
+    PADDED: tl.constexpr = dims.shape[0] != HEAD_DIM
+    if PARTIAL and PADDED:
+        k = tl.load(k_at, mask=inside[None, :] & real[:, None], other=0.0)
+        v = tl.load(v_at, mask=near[None, :] & real[:, None] if TURNED else near[:, None] & real[None, :], other=0.0)
+    elif PARTIAL:
+        k = tl.load(k_at, mask=inside[None, :], other=0.0)
+        v = tl.load(v_at, mask=near[None, :] if TURNED else near[:, None], other=0.0)
+    elif PADDED:
+        k = tl.load(k_at, mask=real[:, None], other=0.0)
+        v = tl.load(v_at, mask=real[:, None] if TURNED else real[None, :], other=0.0)
     else:
-        a, b, c, d = tl.inline_asm_elementwise(
-            "{ .reg .b16 lo, hi; .reg .b32 x, y; mov.b32 {lo, hi}, $4; cvt.rn.f16x2.e4m3x2 x, lo; "
-            "cvt.rn.f16x2.e4m3x2 y, hi; mov.b32 {$0, $1}, x; mov.b32 {$2, $3}, y; }",
-            "=h,=h,=h,=h,r", [words], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=1)
-    return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (words.shape[0], 4 * words.shape[1]))
+        k = tl.load(k_at)
+        v = tl.load(v_at)
+    if TURNED:
+        v = tl.trans(v)
+    return key, inside, k, v
 
 
 @triton.jit
@@ -114,17 +108,15 @@ def capped(s, scale, SOFTCAP: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def attend(q, m, total, acc, key, inside, k, v, last_key, scale, MASKED: tl.constexpr, CAUSAL: tl.constexpr,
-           WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr, CODE: tl.constexpr
+def attend(q, m, total, acc, key, inside, k, v, last_key, scale, MASKED: tl.constexpr, CLEAR: tl.constexpr,
+           CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr
            ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """One loaded tile through the online softmax; returns the new (m, total, acc). CODE: the cache's element.
+    """One loaded tile through the online softmax; returns the new (m, total, acc). MASKED: some keys may not be seen;
+    CLEAR: what v has beyond ``inside`` is no zero yet.
 
     ``last_key`` [R] is each row's own position: CAUSAL hides keys after it, WINDOW those WINDOW or more before it.
     """
-    if k.dtype == tl.int32:
-        s = tl.dot(q, tl.trans(widened(k, CODE)))
-    else:
-        s = tl.dot(q, dot_operand(k, EXACT))
+    s = tl.dot(q, dot_operand(k, EXACT))
     if SOFTCAP > 0:
         s = capped(s, scale, SOFTCAP)
         scale = 1.0
@@ -142,10 +134,9 @@ def attend(q, m, total, acc, key, inside, k, v, last_key, scale, MASKED: tl.cons
     p = tl.exp2(s * scale - safe[:, None])
     old = tl.exp2(m - safe)
     total = total * old + tl.sum(p, 1)
-    if v.dtype == tl.int32:
-        v = widened(v, CODE)
-    else:
-        v = dot_operand(v, EXACT)
+    v = dot_operand(v, EXACT)
+    if CLEAR:
+        v = tl.where(inside[:, None], v, 0.0)
     acc = tl.dot(p.to(v.dtype), v, acc * old[:, None])
     return m_new, total, acc
 
@@ -153,13 +144,13 @@ def attend(q, m, total, acc, key, inside, k, v, last_key, scale, MASKED: tl.cons
 @triton.jit
 def attention_step(q, m, total, acc, start, end, last_key, table_ptr, k_ptr, v_ptr, kv_head, num_kv_heads, kv_stride,
                    dims, scale, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr,
-                   MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-                   EXACT: tl.constexpr, PACKED: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+                   PARTIAL: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+                   EXACT: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """``load_tile``, then ``attend``."""
     key, inside, k, v = load_tile(start, end, table_ptr, k_ptr, v_ptr, kv_head, num_kv_heads, kv_stride, dims, HEAD_DIM,
-                                  BLOCK_SIZE, TILE, MASKED, q.shape[1] != HEAD_DIM, PACKED)
-    return attend(q, m, total, acc, key, inside, k, v, last_key, scale, MASKED, CAUSAL, WINDOW, SOFTCAP, EXACT,
-                  k_ptr.dtype.element_ty)
+                                  BLOCK_SIZE, TILE, PARTIAL)
+    return attend(q, m, total, acc, key, inside, k, v, last_key, scale, PARTIAL or CAUSAL or WINDOW > 0,
+                  PARTIAL and v_ptr.dtype.element_ty.primitive_bitwidth == 8, CAUSAL, WINDOW, SOFTCAP, EXACT)
 
 
 @triton.jit

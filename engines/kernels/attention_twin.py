@@ -7,14 +7,14 @@ import torch
 
 def gather_cache(k_cache: torch.Tensor, v_cache: torch.Tensor, blocks: torch.Tensor, length: int,
                  k_scale: torch.Tensor | None, v_scale: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V [length, num_kv_heads, head_dim] in float32 of the sequence whose blocks these are."""
+    """K and V [length, num_kv_heads, head_dim] in float32 of the sequence whose blocks these are (``rope_kv``)."""
     used = blocks[:-(-length // k_cache.shape[2])].long()
 
     def read(cache: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
         flat = cache[used].float().transpose(1, 2).reshape(-1, cache.shape[1], cache.shape[3])[:length]
         return flat if scale is None else flat * scale.float()
 
-    return read(k_cache, k_scale), read(v_cache, v_scale)
+    return read(k_cache, k_scale), read(v_cache if v_scale is None else v_cache.transpose(2, 3), v_scale)
 
 
 def attend_twin(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sm_scale: float, softcap: float, window: int

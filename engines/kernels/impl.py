@@ -35,6 +35,10 @@ class KernelConfig:
     def __getitem__(self, name: str) -> int:
         return dict(self.meta)[name]
 
+    def get(self, name: str, default: int = 0) -> int:
+        """A constexpr that not every config has."""
+        return dict(self.meta).get(name, default)
+
     def to_json(self) -> dict[str, Any]:
         return {"kernel": self.kernel, "meta": dict(self.meta), "num_warps": self.num_warps,
                 "num_stages": self.num_stages, "pdl": self.pdl}

@@ -89,10 +89,13 @@ def next_pow2(n: int) -> int:
 
 
 def launch_options(config: KernelConfig) -> dict[str, Any]:
-    """Launch keywords of a config: ``PDL`` is the kernel's constexpr, ``launch_pdl`` the launch attribute."""
+    """Launch keywords of a config: ``PDL`` is the kernel's constexpr, ``launch_pdl`` the launch attribute; a config's
+    ``REGISTERS``, if there are any, are the most that a thread may have."""
     options: dict[str, Any] = {"num_warps": config.num_warps, "num_stages": config.num_stages, "PDL": config.pdl}
     if config.pdl:
         options["launch_pdl"] = True
+    if config.get("REGISTERS"):
+        options["maxnreg"] = config["REGISTERS"]
     return options
 
 

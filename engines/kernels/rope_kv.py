@@ -22,7 +22,9 @@ program streams whole runs and never touches another head. A slot is block * blo
 and stores nothing to the cache. Offsets are int64, pools may pass 2**31 elements.
 
 **Cache dtypes**: bf16/fp16/fp32 as they are; fp8_e4m3 stores x / k_scale saturated at 448; int8 stores
-round(x / k_scale) in [-127, 127]. ``k_scale`` and ``v_scale`` are [] float32 on the device.
+round(x / k_scale) in [-127, 127]. ``k_scale`` and ``v_scale`` are [] float32 on the device. **V of 8-bit caches is
+turned**: [num_blocks, num_kv_heads, head_dim, block_size]. Attention multiplies by pairs of keys of one column of V; no
+instruction gathers 8-bit pairs across rows, so they lie side by side in memory (``v_place``).
 
 A program handles HEADS heads of one token; all heads run one code path (v heads get cos = 1, sin = 0, no norm), which
 costs nothing where latency decides and keeps the loads of a row contiguous.
@@ -50,6 +52,16 @@ def to_cache(x, inverse_scale, dtype: tl.constexpr) -> tl.tensor:
         r = to_int8(x * inverse_scale)
     else:
         r = x.to(dtype)
+    return r
+
+
+@triton.jit
+def v_place(inner, dims, block_size, head_dim, dtype: tl.constexpr) -> tl.tensor:
+    """Where a token's V lies in its block's run: ``inner`` is its number in the block."""
+    if dtype == tl.float8e4nv or dtype == tl.int8:
+        r = dims * block_size + inner
+    else:
+        r = inner * head_dim + dims
     return r
 
 
@@ -84,11 +96,12 @@ def _store_part(y, heads, dims, token, slot, mask, q_ptr, k_ptr, v_ptr, k_out_pt
         tl.store(v_out_ptr + base + v_head * head_dim, y.to(v_out_ptr.dtype.element_ty), mask=mask & (v_head >= 0))
     kept = mask & (slot >= 0)
     run = (slot // block_size) * num_kv_heads
-    inside = (slot % block_size) * head_dim + dims
-    tl.store(k_ptr + (run + k_head) * block_size * head_dim + inside, to_cache(y, k_inverse, k_ptr.dtype.element_ty),
-             mask=kept & (k_head >= 0) & (v_head < 0))
-    tl.store(v_ptr + (run + v_head) * block_size * head_dim + inside, to_cache(y, v_inverse, v_ptr.dtype.element_ty),
-             mask=kept & (v_head >= 0))
+    inner = slot % block_size
+    tl.store(k_ptr + (run + k_head) * block_size * head_dim + inner * head_dim + dims,
+             to_cache(y, k_inverse, k_ptr.dtype.element_ty), mask=kept & (k_head >= 0) & (v_head < 0))
+    tl.store(v_ptr + (run + v_head) * block_size * head_dim
+             + v_place(inner, dims, block_size, head_dim, v_ptr.dtype.element_ty),
+             to_cache(y, v_inverse, v_ptr.dtype.element_ty), mask=kept & (v_head >= 0))
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions_ptr", "slots_ptr"])
@@ -155,15 +168,21 @@ def candidates(num_heads: int, num_kv_heads: int, device: DeviceFacts, tokens: i
             if h < 2 * (num_heads + 2 * num_kv_heads)]
 
 
+def v_shape(shape: Sequence[int], coded: bool) -> tuple[int, ...]:
+    """V's shape beside a K cache of ``shape``: its last two sides change places where it is ``coded`` (8 bits)."""
+    return (*shape[:-2], shape[-1], shape[-2]) if coded else tuple(shape)
+
+
 def check_cache(k_cache: torch.Tensor, v_cache: torch.Tensor, k_scale: torch.Tensor | None,
                 v_scale: torch.Tensor | None) -> tuple[int, int, int]:
     """(num_kv_heads, block_size, head_dim) of a cache pair; ValueError where layout, dtype and scales do not fit."""
-    if k_cache.shape != v_cache.shape or k_cache.dtype != v_cache.dtype or k_cache.dim() != 4:
-        raise ValueError(f"K and V caches must be alike [blocks, kv heads, block_size, head_dim], found "
-                         f"{tuple(k_cache.shape)} {k_cache.dtype} and {tuple(v_cache.shape)} {v_cache.dtype}")
+    coded = k_cache.dtype in (torch.float8_e4m3fn, torch.int8)
+    if k_cache.dim() != 4 or v_cache.shape != v_shape(k_cache.shape, coded) or k_cache.dtype != v_cache.dtype:
+        raise ValueError(f"K must be [blocks, kv heads, block_size, head_dim] and V alike, with 8 bits its last two "
+                         f"sides turned; found {tuple(k_cache.shape)} {k_cache.dtype} and {tuple(v_cache.shape)} "
+                         f"{v_cache.dtype}")
     if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
         raise ValueError("KV caches must be contiguous")
-    coded = k_cache.dtype in (torch.float8_e4m3fn, torch.int8)
     if coded != (k_scale is not None) or coded != (v_scale is not None):
         raise ValueError(f"k_scale and v_scale belong to fp8 and int8 caches, and to them alone; found {k_cache.dtype}")
     return k_cache.shape[1], k_cache.shape[2], k_cache.shape[3]
@@ -254,4 +273,5 @@ def twin(qkv: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor, slot
     kept = slot_mapping >= 0
     slot = slot_mapping[kept].long()
     k_cache[slot // block_size, :, slot % block_size] = cache_codes(turn(k)[kept], k_scale, k_cache.dtype)
-    v_cache[slot // block_size, :, slot % block_size] = cache_codes(v[kept], v_scale, v_cache.dtype)
+    rows = v_cache.transpose(2, 3) if v_scale is not None else v_cache
+    rows[slot // block_size, :, slot % block_size] = cache_codes(v[kept], v_scale, v_cache.dtype)

@@ -21,7 +21,7 @@ def problem(lens, heads, kv_heads, head_dim, block, dtype, device, query_len=1):
     table = torch.zeros(len(lens), max([*blocks, 1]) + 1, dtype=torch.int32)
     coded = dtype in (torch.float8_e4m3fn, torch.int8)
     caches = []
-    for _ in range(2):
+    for turned in (False, coded):
         cache = torch.full((pool, kv_heads, block, head_dim), float("nan") if dtype != torch.int8 else -128.0)
         at = 0
         for i, n in enumerate(lens):
@@ -30,7 +30,7 @@ def problem(lens, heads, kv_heads, head_dim, block, dtype, device, query_len=1):
             values = torch.randn(n, kv_heads, head_dim) * (20 if coded else 1)
             slot = torch.arange(n)
             cache[table[i].long()[slot // block], :, slot % block] = values.round() if dtype == torch.int8 else values
-        caches.append(cache.to(dtype).to(device))
+        caches.append((cache.mT.contiguous() if turned else cache).to(dtype).to(device))
     q = torch.randn(len(lens) * query_len, heads, head_dim).bfloat16().to(device)
     scale = torch.tensor(0.05, device=device) if coded else None
     return q, *caches, table.to(device), {"k_scale": scale, "v_scale": scale}

@@ -29,7 +29,7 @@ def problem(new, cached, heads, kv_heads, head_dim, block, dtype, device):
     coded = dtype in (torch.float8_e4m3fn, torch.int8)
     table = torch.zeros(len(lens), max(blocks) + 1, dtype=torch.int32)
     caches = []
-    for _ in range(2):
+    for turned in (False, coded):
         cache = torch.full((sum(blocks) + 1, kv_heads, block, head_dim), float("nan")
                            if dtype != torch.int8 else -128.0)
         at = 0
@@ -39,7 +39,7 @@ def problem(new, cached, heads, kv_heads, head_dim, block, dtype, device):
             slot = torch.arange(n)
             values = torch.randn(n, kv_heads, head_dim) * (20 if coded else 1)
             cache[table[i].long()[slot // block], :, slot % block] = values.round() if dtype == torch.int8 else values
-        caches.append(cache.to(dtype).to(device))
+        caches.append((cache.mT.contiguous() if turned else cache).to(dtype).to(device))
     scale = torch.tensor(0.05, device=device) if coded else None
     return (q, *caches, table.to(device), cu, seq_lens, max(new)), {"k_scale": scale, "v_scale": scale}
 

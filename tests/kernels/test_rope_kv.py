@@ -48,7 +48,9 @@ def test_cases(device, facts, judge, tokens, heads, kv_heads, head_dim, rotary, 
     for run in (rope_kv.launch, rope_kv.twin):
         q = torch.full((tokens, heads, head_dim), float("nan"), device=device).bfloat16()
         rows = [torch.full((tokens, kv_heads, head_dim), float("nan"), device=device).bfloat16() for _ in range(2)]
-        caches = [torch.full((4, kv_heads, block, head_dim), 77.0, device=device).to(dtype) for _ in range(2)]
+        shape = (4, kv_heads, block, head_dim)
+        caches = [torch.full(sides, 77.0, device=device).to(dtype) for sides in (shape, rope_kv.v_shape(
+            shape, scale is not None))]
         config = rope_kv.candidates(heads, kv_heads, facts, tokens)[0]
         run(qkv, table(rotary, 40, device), positions, slots, q, *caches, config, **keys,
             k_out=rows[0] if coded else None, v_out=rows[1] if coded else None)
@@ -56,14 +58,14 @@ def test_cases(device, facts, judge, tokens, heads, kv_heads, head_dim, rotary, 
             q = torch.cat([q, *rows], 1)
         results.append((q, *caches))
     judge(results[0][0], results[1][0], 6e-2, 6e-3)
-    for found, wanted in zip(results[0][1:], results[1][1:], strict=True):
+    for turned, found, wanted in zip((False, scale is not None), results[0][1:], results[1][1:], strict=True):
         judge(found.float(), wanted.float(), 0.5, 2e-2)
         same = (raw(found) == raw(wanted)).float().mean()
         assert same > 0.95, f"only {same:.3f} of the cache agrees"
         touched = {int(s) for s in slots.tolist() if s >= 0}
         rest = torch.ones(4 * block, dtype=torch.bool)
         rest[list(touched)] = False
-        flat = found.float().transpose(1, 2).reshape(4 * block, -1).cpu()
+        flat = (found.mT if turned else found).float().transpose(1, 2).reshape(4 * block, -1).cpu()
         assert flat[rest].eq(77.0 if dtype != torch.float8_e4m3fn else 80.0).all(), "a foreign slot was written"
 
 

@@ -11,7 +11,7 @@ import torch
 
 from calib.scheme import Grid
 from engines.build.buffers import Assignment, Value
-from engines.kernels import attention_plan, sample
+from engines.kernels import attention_plan, rope_kv, sample
 from engines.plan import Plan
 from engines.runtime.cuda.configs import Configs
 from engines.runtime.cuda.graphs import decode_sizes
@@ -79,7 +79,7 @@ class StepTensors:
 
 
 class KVCache:
-    """K and V pools of every layer, [blocks, kv heads, block size, head_dim] (see ``kernels/rope_kv``), and scales."""
+    """K and V pools of every layer, [blocks, kv heads, block size, head_dim], and scales (see ``kernels/rope_kv``)."""
 
     def __init__(self, plan: Plan, num_blocks: int, scales: list[tuple[torch.Tensor, torch.Tensor]] | None,
                  device: torch.device) -> None:
@@ -90,7 +90,8 @@ class KVCache:
         self.scales = scales
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.pool[index, 0], self.pool[index, 1]
+        k, v = self.pool[index, 0], self.pool[index, 1]
+        return k, v.view(rope_kv.v_shape(v.shape, self.scales is not None))
 
     def scale(self, index: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         return (None, None) if self.scales is None else self.scales[index]
