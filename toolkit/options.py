@@ -30,6 +30,9 @@ KindOption = Annotated[Literal["choice", "exact", "text"] | None, typer.Option(h
 MemoryOption = Annotated[str | None, typer.Option("--memory", "--gpu-memory", show_default=False,
                                                   help="Cap on the engine's memory, like 2GB or 1500MiB, or a share "
                                                   "of the device's, like 80%.")]
+LengthOption = Annotated[int | None, typer.Option("--max-seq-len", min=2, show_default=False,
+                                                  help="Where an engine is made: prompt and output tokens of a "
+                                                  "sequence [default: 1024, or the model's where that is less].")]
 _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 

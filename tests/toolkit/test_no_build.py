@@ -69,6 +69,50 @@ def test_a_changed_model_is_another_engine(home: Home) -> None:
     assert len(made(home, "engine")) == 2
 
 
+@pytest.mark.parametrize(("limits", "length"), [({}, 256), ({"max_seq_len": 96}, 96)], ids=["not said", "said"])
+def test_a_model_of_few_positions_gets_an_engine_of_its_length(home: Home, limits: dict[str, int], length: int) -> None:
+    with LLM("tiny", home=home.path, offline=True, report=lambda event: None, tune="none", **limits) as llm:
+        assert llm.engine.plan.limits.max_seq_len == length
+
+
+@pytest.mark.parametrize("arguments", [
+    ["generate", "tiny", "-p", "x", "--recipe", "int8"], ["serve", "tiny", "--recipe", "int8", "--port", "0"],
+    ["build", "tiny", "--recipe", "int8", "--out", "OUT"],
+    ["build", "tiny", "--recipe", "int8", "--target", "sm_90", "--out", "OUT"]], ids=" ".join)
+def test_a_length_beyond_the_model_is_refused_before_it_is_calibrated(
+        home: Home, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    out = str(tmp_path / "out")
+    code = cli.run_command([out if word == "OUT" else word for word in arguments] + [
+        "--max-seq-len", "257", "--offline", "--json", "--home", str(home.path)])
+    said = json.loads(capsys.readouterr().out)["error"]
+    assert (code, said["message"]) == (2, "max_seq_len 257 is beyond the model's 256 positions")
+    assert said["hint"] == "Ask for at most 256."
+    assert made(home, "quantized-checkpoint") == made(home, "calibration-set") == made(home, "engine") == []
+
+
+def test_a_batch_or_a_cap_that_cannot_be_is_refused_before_it_is_calibrated(
+        home: Home, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for options, words in ((["--max-batch-size", "99999999999"], "less than max_batch_size 99,999,999,999"),
+                           (["--memory", "1KB"], "bytes of KV cache; 0 are left"),
+                           (["--memory", "1", "--target", "sm_90"], "a cap of 1 bytes is less than"),
+                           (["--target", "sm_999"], "unknown target 'sm_999'")):
+        code = cli.run_command(["build", "tiny", "--recipe", "int8", "--out", str(tmp_path / "out"), *options,
+                                "--offline", "--json", "--home", str(home.path)])
+        said = json.loads(capsys.readouterr().out)["error"]
+        assert code == 2, options
+        assert words in said["message"], options
+    assert made(home, "quantized-checkpoint") == made(home, "calibration-set") == []
+
+
+def test_a_length_for_what_is_an_engine_is_an_error(home: Home, capsys: pytest.CaptureFixture[str]) -> None:
+    digest, _ = answer(home)
+    for verb in (["generate", digest, "-p", "x"], ["serve", digest, "--port", "0"]):
+        code = cli.run_command([*verb, "--max-seq-len", "64", "--json", "--home", str(home.path)])
+        said = json.loads(capsys.readouterr().out)["error"]
+        assert (code, said["message"]) == (2, f"{digest} is an engine: its recipe and limits are fixed")
+        assert "--max-seq-len" in said["hint"]
+
+
 def test_two_processes_at_once_build_once(home: Home) -> None:
     code = (f"from toolkit import LLM\nwith LLM('tiny', home={str(home.path)!r}, offline=True, "
             f"**{LIMITS}) as llm:\n    print(llm.engine.digest)")
