@@ -22,9 +22,10 @@ from calib.choices import KvChoice
 from calib.config import positions
 from calib.dataset import CalibrationSet, refuse_overlap
 from calib.errors import CalibrationDataError
+from calib.estimates import check_bound
 from calib.hardware import check_default_device, check_hardware
 from calib.peak import AnonymousPeak
-from calib.plan import CalibrationPlan, LayerwiseChoice, check_disk, make_plan
+from calib.plan import CalibrationPlan, LayerwiseChoice, check_disk, layerwise_obstacle, make_plan
 from calib.progress import Progress, Report, silent
 from calib.recipe import Recipe
 from calib.sanity import plain_row
@@ -61,6 +62,8 @@ def quantize(model: str | Path, recipe: Recipe, out: Path, *, kv_cache: KvChoice
     given = {} if calibration is None else {"length": calibration.tokens.shape[1]}
     plan, source = foresee(model, recipe, kv_cache, out=Path(out), offline=offline, tp=tp, layerwise=layerwise,
                            memory=memory, **given)
+    if warning := check_memory(plan, asked=memory is not None):
+        report(Progress("memory is short", 0, None, "byte", warning))
     tokenizer = source.tokenizer()
     if calibration is None:
         batches = [plain_row(tokenizer, positions(source.config))]
@@ -98,14 +101,24 @@ def foresee(model: str | Path, recipe: Recipe, kv_cache: KvChoice = "bf16", *, o
             memory: int | None = None) -> tuple[CalibrationPlan, QuantizedCheckpoint]:
     """The plan and the opened model, or whatever ``quantize`` would be refused for before it reads data.
 
-    Cheap: headers only. HardwareError, DiskSpaceError, MissingWeightsError, and the errors of ``make_plan``.
+    Cheap: headers only. HardwareError, DiskSpaceError, MemoryBoundError, MissingWeightsError, and the errors of
+    ``make_plan``.
     """
     check_hardware(recipe)
     check_default_device()
     plan = make_plan(model, recipe, kv_cache, out=out, length=length, offline=offline, tp=tp, layerwise=layerwise,
                      memory=memory)
     check_disk(plan)
+    check_memory(plan, asked=memory is not None)
     return plan, QuantizedCheckpoint.open(resolve_model(model, offline=offline))
+
+
+def check_memory(plan: CalibrationPlan, *, asked: bool) -> str:
+    """A warning, or MemoryBoundError, where even the way that ``plan`` goes needs more than its bound."""
+    way = "layer by layer" if plan.layerwise else "the whole model at once"
+    other = not plan.layerwise and not layerwise_obstacle(plan.recipe) and plan.recipe.method != "none"
+    return check_bound(plan.memory_bytes, plan.memory_bound_bytes, asked=asked, way=way,
+                       remedy="Go layer by layer (--layerwise on). " if other else "")
 
 
 def _inputs_key(plan: CalibrationPlan, source: QuantizedCheckpoint, calibration: CalibrationSet | None,
