@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from calib.artifact import Artifact
 from calib.progress import Progress
 from toolkit import LLM, SamplingParams, cli
 from toolkit.home import Home
@@ -161,6 +162,39 @@ def test_missing_calibration_data_is_said_with_what_to_run(home: Home, capsys: p
     assert code == 4
     assert said["message"].startswith("calibrating tiny by int8 (KV cache bf16) needs text, and ")
     assert "toolkit data prepare" in said["hint"]
+
+
+@pytest.mark.parametrize(("arguments", "rows", "origin"), [
+    (["--rows", "20"], 20, "--rows"), (["--rows", "3"], 3, "--rows"), ([], 8, "int4_awq.yaml")], ids=str)
+def test_as_many_rows_as_are_asked_for_are_used(home: Home, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                                arguments: list[str], rows: int, origin: str) -> None:
+    def call(verb: str, *more: str) -> dict:
+        assert cli.run_command([verb, "tiny", "--recipe", "int4_awq", "--length", "16", *arguments, *more, "--explain",
+                                "--json", "--home", str(home.path)]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    made = call("quantize", "--out", str(tmp_path / "made"))
+    record = Artifact.open(tmp_path / "made", "quantized-checkpoint").record
+    assert (record["calibration_rows"], record["recipe_content"]["rows"]) == (rows, rows)
+    planned = call("plan", "--no-rehearse", "--layerwise", "on")
+    assert planned["recipe"]["rows"] == rows
+    assert planned["work_bytes"] == planned["size_bytes"] + 2 * 4 * 64 * rows * 16 * 2, "what is on disk meanwhile"
+    assert made["origins"]["rows"] == planned["origins"]["rows"] == origin
+
+
+def test_a_recipe_of_many_rows_gets_them_packed(home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, packed = tmp_path / "mine.yaml", []
+    own.write_text("extends: fp8\nname: mine\nrows: 20\n")
+
+    def material(*given: object) -> None:
+        packed.append(given[4].rows)  # type: ignore[attr-defined]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("toolkit.stages.material", material)
+    for recipe in (str(own), "fp8"):
+        with pytest.raises(KeyboardInterrupt):
+            LLM("tiny", home=home.path, offline=True, recipe=recipe, report=lambda event: None, **LIMITS)
+    assert packed == [20, 16]
 
 
 @pytest.mark.parametrize("verb", ["plan", "quantize"])
