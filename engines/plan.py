@@ -144,6 +144,16 @@ def longest(spec: EngineSpec, facts: ModelFacts) -> int:
     return spec.max_seq_len or facts.max_position
 
 
+def check_step(spec: EngineSpec, facts: ModelFacts) -> None:
+    """EngineError when a step is to hold more tokens than all its sequences have (the default is only an upper bound).
+    """
+    most = longest(spec, facts) * spec.max_batch_size
+    if spec.max_num_tokens > max(most, EngineSpec().max_num_tokens):
+        raise EngineError(f"max_num_tokens {spec.max_num_tokens:,} is more than a step can hold: "
+                          f"{spec.max_batch_size:,} sequences of {longest(spec, facts):,} tokens are {most:,}",
+                          f"Ask for at most {most:,}.")
+
+
 def check_batch(spec: EngineSpec) -> None:
     """EngineError when a step has fewer tokens than sequences: each of them takes at least one."""
     if spec.max_num_tokens < spec.max_batch_size:

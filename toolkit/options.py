@@ -33,6 +33,10 @@ MemoryOption = Annotated[str | None, typer.Option("--memory", "--gpu-memory", sh
 LengthOption = Annotated[int | None, typer.Option("--max-seq-len", min=2, show_default=False,
                                                   help="Where an engine is made: prompt and output tokens of a "
                                                   "sequence [default: 1024, or the model's where that is less].")]
+#: Seconds that a server may be told to wait for anything: a day, far within what timers can count.
+LONGEST_S = 86_400.0
+#: Prompts that may wait: each is held in memory with its tokens.
+MOST_QUEUED = 100_000
 _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 

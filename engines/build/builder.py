@@ -28,7 +28,7 @@ from engines.engine import FORMAT, KIND, TIMINGS, TOKENIZER, Engine, EngineRecor
 from engines.models.decoder import ActivationKeys
 from engines.models.families import model_facts
 from engines.parallel.mesh import Mesh
-from engines.plan import EngineSpec, Plan, check_spec, fused_program, longest, make_plan
+from engines.plan import EngineSpec, Plan, check_spec, check_step, fused_program, make_plan
 from engines.program import Program
 
 
@@ -108,7 +108,7 @@ def checked_program(checkpoint: Described, keys: ActivationKeys, spec: EngineSpe
     """The fused program; refused when the tokenizer or the spec's lengths do not go with the model."""
     facts, _, program, _ = fused_program(checkpoint.config, checkpoint.schemes, keys)
     check_vocabulary(checkpoint.tokenizer(), facts.vocab_size)
-    longest(spec, facts)
+    check_step(spec, facts)
     return program
 
 

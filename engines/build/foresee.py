@@ -14,7 +14,7 @@ from calib.scheme import Grid
 from engines.device import Device, detect, nominal
 from engines.models.facts import ModelFacts
 from engines.models.families import model_facts
-from engines.plan import EngineSpec, check_batch, check_cap, cpu_limits, least_weight_bytes, longest
+from engines.plan import EngineSpec, check_batch, check_cap, check_step, cpu_limits, least_weight_bytes
 from engines.program import Program
 
 
@@ -26,7 +26,7 @@ def foresee(config: Mapping[str, Any], kv: Grid, spec: EngineSpec, target: str |
     """
     device = detect(spec.device) if target is None else nominal(target)
     facts = model_facts(config)
-    longest(spec, facts)
+    check_step(spec, facts)
     check_batch(spec)
     check_room(spec, facts, kv, device, here=target is None)
 

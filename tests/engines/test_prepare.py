@@ -144,7 +144,8 @@ def test_targets_are_those_that_tritons_assembler_knows(llama_folder: Path, tmp_
 
 @pytest.mark.parametrize(("spec", "words"), [
     ({"max_batch_size": 10**11}, "max_num_tokens 64 is less than max_batch_size 100,000,000,000"),
-    ({"max_batch_size": 10**11, "max_num_tokens": 10**12}, "a step of .* tokens works in"),
+    ({"max_batch_size": 10**11, "max_num_tokens": 10**12}, "a step of 1,000,000,000,000 tokens works in"),
+    ({"max_num_tokens": 2049}, "max_num_tokens 2,049 is more than a step can hold: 4 sequences of 128 tokens are 512"),
     ({"memory": 10**17}, "a cap of 100,000,000,000,000,000 bytes is more than"),
     ({"memory": 1}, "bytes of KV cache; 0 are left"), ({"max_seq_len": 10**12}, "is beyond the model's 256 positions"),
     ({"block_size": 10**12}, "bytes of KV cache")], ids=str)

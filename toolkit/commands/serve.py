@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from calib.choices import KvChoice
-from toolkit.options import LengthOption, RefArgument
+from toolkit.options import LONGEST_S, MOST_QUEUED, LengthOption, RefArgument
 from toolkit.session import Session, verb
 
 if TYPE_CHECKING:
@@ -33,12 +33,14 @@ def register(app: typer.Typer) -> None:
                                                             help="File of callers, one name:secret a line.")] = None,
               allow_host: Annotated[list[str] | None, typer.Option(help="A further name in Host headers; * for any.",
                                                                    show_default=False)] = None,
-              max_queue: Annotated[int, typer.Option(min=0, help="Prompts that may wait; then 429.")] = 256,
-              request_timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for one request.")] = 600.0,
-              drain: Annotated[float, typer.Option(min=0.0, help="Seconds for requests under way after SIGTERM.")
-                               ] = 30.0,
-              watchdog: Annotated[float, typer.Option(min=0.1, help="Seconds without a step; then 503.")] = 60.0
-              ) -> None:
+              max_queue: Annotated[int, typer.Option(min=0, max=MOST_QUEUED, help="Prompts that may wait; then 429.")
+                                   ] = 256,
+              request_timeout: Annotated[float, typer.Option(min=0.1, max=LONGEST_S, help="Seconds for one request.")
+                                         ] = 600.0,
+              drain: Annotated[float, typer.Option(min=0.0, max=LONGEST_S,
+                                                     help="Seconds for requests under way after SIGTERM.")] = 30.0,
+              watchdog: Annotated[float, typer.Option(min=0.1, max=LONGEST_S, help="Seconds without a step; then 503.")
+                                  ] = 60.0) -> None:
         """Serve an engine over HTTP until SIGTERM, which lets requests under way finish."""
         import asyncio
         import logging
