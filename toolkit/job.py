@@ -98,8 +98,8 @@ class Sweep(Frozen):
     """Latency cells as [batch, ISL, OSL]; the first is the headline of the table."""
 
     cells: list[tuple[int, int, int]] = Field(min_length=1)
-    warmup: int = Field(default=1, ge=0)
-    repeats: int = Field(default=3, ge=1)
+    warmup: int = Field(default=1, ge=0, le=10_000)
+    repeats: int = Field(default=3, ge=1, le=10_000)
 
     @field_validator("cells")
     @classmethod
