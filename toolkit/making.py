@@ -68,11 +68,14 @@ def checkpoint_of(shop: Workshop, ref: Ref, engine: EngineJob, seed: int = 0) ->
     if engine == EngineJob(recipe="bf16"):
         return QuantizedCheckpoint.open(model)
     from calib.calibrate import foresee
+    from calib.config import positions, read_config
     from calib.recipe import load_recipe
 
-    recipe = load_recipe(engine.recipe)
-    foresee(model, recipe, engine.kv_cache, offline=shop.offline)
-    settings = Calibration(rows=max(Calibration().rows, recipe.rows))  # a recipe that asks for more rows gets them
+    recipe, usual = load_recipe(engine.recipe), Calibration()
+    length = min(usual.length, positions(read_config(model)) or usual.length)
+    # Nobody said how much text: as many rows as the recipe asks for, as long as the model reads.
+    settings = usual.model_copy(update={"rows": max(usual.rows, recipe.rows), "length": length})
+    foresee(model, recipe, engine.kv_cache, length=length, offline=shop.offline)
     return stages.checkpoint(shop, material(shop, model, recipe, engine.kv_cache, settings, seed), engine)
 
 

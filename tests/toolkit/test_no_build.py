@@ -182,19 +182,22 @@ def test_as_many_rows_as_are_asked_for_are_used(home: Home, tmp_path: Path, caps
     assert made["origins"]["rows"] == planned["origins"]["rows"] == origin
 
 
-def test_a_recipe_of_many_rows_gets_them_packed(home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_as_many_as_the_recipe_has_and_as_long_as_the_model_reads(
+        home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own, packed = tmp_path / "mine.yaml", []
     own.write_text("extends: fp8\nname: mine\nrows: 20\n")
 
     def material(*given: object) -> None:
-        packed.append(given[4].rows)  # type: ignore[attr-defined]
+        packed.append((given[4].rows, given[4].length))  # type: ignore[attr-defined]
         raise KeyboardInterrupt
 
     monkeypatch.setattr("toolkit.stages.material", material)
+    config = home.models / "tiny" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 96}))
     for recipe in (str(own), "fp8"):
         with pytest.raises(KeyboardInterrupt):
             LLM("tiny", home=home.path, offline=True, recipe=recipe, report=lambda event: None, **LIMITS)
-    assert packed == [20, 16]
+    assert packed == [(20, 96), (16, 96)]
 
 
 @pytest.mark.parametrize("verb", ["plan", "quantize"])
