@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 
 from calib.dataset import BATCH_ROWS
+from calib.errors import CalibError
 from calib.formats.hf import SHARD_BYTES
 from calib.recipe import Recipe
 from calib.scheme import Frozen
@@ -71,6 +72,26 @@ def memory_bound(asked: int | None) -> int | None:
     """The bound above which calibration goes layer by layer: what was asked, or a share of what is free."""
     free = available_bytes()
     return asked if asked is not None else None if free is None else int(_SHARE * free)
+
+
+class MemoryBoundError(CalibError):
+    """Calibration would work in more memory than it was given."""
+
+    code = "memory_bound"
+
+
+def check_bound(needed: int, bound: int | None, *, asked: bool, way: str, remedy: str = "") -> str:
+    """Whether calibration in this ``way`` (whole, or layer by layer) keeps within its bound: empty, or a warning.
+
+    MemoryBoundError where the bound was ``asked`` for: it is a promise. A bound that follows from what is free now is a
+    guess, which others' memory may outdate before the peak comes. ``remedy``: what else would help.
+    """
+    if bound is None or needed <= bound:
+        return ""
+    said = f"calibrating {way} works in {needed:,} bytes; the bound is {bound:,}"
+    if asked:
+        raise MemoryBoundError(said, f"{remedy}Give --memory {-(-needed // 10**6)}MB or more.")
+    return f"{said}, a share of what is free now"
 
 
 def free_bytes(out: Path) -> int:

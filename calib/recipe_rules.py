@@ -15,6 +15,10 @@ from calib.scheme import FIXED_GROUPS, Grid
 _SEARCHES = ("awq_lite", "awq")
 _COMPENSATES = ("gptq", "awq")
 _DYNAMIC_KINDS = ("token", "group")
+#: Candidates of one search: each is a pass over the calibration text, or rounds every weight once more.
+_MOST = 100
+#: The narrowest range that is tried of a group's largest value: below it nearly every code is the largest one.
+_NARROWEST = 0.1
 
 
 class _Settings(Protocol):
@@ -101,9 +105,10 @@ def _check_belongings(recipe: _Settings) -> None:
     if any(not 0.0 <= alpha <= 1.0 for alpha in recipe.alphas) or len(set(recipe.alphas)) != len(recipe.alphas):
         raise ValueError(f"alphas are distinct numbers from 0 to 1, like [0, 0.5, 0.7], not {list(recipe.alphas)}")
     _check_belonging("alpha_step", recipe.alpha_step, _SEARCHES, method)
-    unfit = any(not 0.0 < ratio <= 1.0 for ratio in recipe.clip_ratios)
+    _check_search(recipe)
+    unfit = any(not _NARROWEST <= ratio <= 1.0 for ratio in recipe.clip_ratios)
     if unfit or (recipe.clip_ratios and method not in (*_SEARCHES, "gptq")):
-        raise ValueError("clip_ratios lie in (0, 1] and belong to methods 'awq_lite', 'awq' and 'gptq', not "
+        raise ValueError("clip_ratios lie in [0.1, 1] and belong to methods 'awq_lite', 'awq' and 'gptq', not "
                          f"{list(recipe.clip_ratios)} with {method!r}")
     if (method == "gptq") > (recipe.damping is not None) or (recipe.damping is not None and method not in _COMPENSATES):
         raise ValueError("damping belongs to method 'gptq', which needs it, and to 'awq', which then rounds like gptq; "
@@ -116,6 +121,17 @@ def _check_belongings(recipe: _Settings) -> None:
     if (recipe.weight.granularity.kind == "group") != bool(recipe.group_sizes):
         raise ValueError("group_sizes belong to group-wise weights, and they need them; here "
                          f"{list(recipe.group_sizes)} stand beside {recipe.weight} weights")
+
+
+def _check_search(recipe: _Settings) -> None:
+    """A search ends within the day: no more candidates than any measurement could tell apart."""
+    if recipe.alpha_step is not None and recipe.alpha_step < 1 / _MOST:
+        raise ValueError(f"alpha_step {recipe.alpha_step:g} is a search of {1 / recipe.alpha_step:,.0f} candidates, "
+                         f"each of which rounds the model anew; {1 / _MOST:g} is the finest")
+    for key, values in (("alphas", recipe.alphas), ("clip_ratios", recipe.clip_ratios)):
+        if len(values) > _MOST:
+            raise ValueError(f"{key} holds {len(values):,} candidates, each of which rounds the model anew; at most "
+                             f"{_MOST} are tried")
 
 
 def _check_belonging(key: str, value: object, methods: tuple[str, ...], method: str) -> None:

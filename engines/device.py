@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -25,6 +26,8 @@ from engines.errors import EngineError
 from engines.kernels.impl import DeviceFacts
 
 _TorchDevice = torch.device  # a field of Device is called torch
+#: Compute capabilities that the kernels are written for and Triton's assembler knows.
+CAPABILITIES = (80, 86, 87, 89, 90, 100, 101, 103, 120, 121)
 #: Shared memory of one multiprocessor that a program may use, by compute capability (bytes).
 _SHARED_BYTES = {80: 166912, 86: 101376, 89: 101376, 90: 232448, 100: 232448, 120: 101376}
 
@@ -143,7 +146,11 @@ def detect(kind: str) -> Device:
 
 def nominal(isa: str) -> Device:
     """A device that stands for all of its kind, for preparing what does not depend on more: "cpu", "interpreter", or
-    "sm_90" and the like. NoDeviceError for a GPU where Triton, or a kernel for it, is missing."""
+    "sm_90" and the like. UnknownNameError for what is none; NoDeviceError for a GPU that is too old, or without Triton.
+    """
+    old = re.fullmatch(r"sm_[2-7]\d", isa)
+    if isa not in ("cpu", "interpreter") and not old and isa not in (known := [f"sm_{one}" for one in CAPABILITIES]):
+        raise UnknownNameError("target", isa, ("cpu", *known))
     if isa == "cpu":
         return _cpu()
     if isa == "interpreter":

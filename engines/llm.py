@@ -19,8 +19,8 @@ import torch
 
 from calib.text import Tokenizer
 from engines.engine import Engine
-from engines.errors import EngineError
-from engines.request import CompletionOutput, PromptScore, RequestOutput, SamplingParams
+from engines.errors import EngineError, LimitError
+from engines.request import CONFLICT, CompletionOutput, PromptScore, RequestOutput, SamplingParams
 from engines.runtime.choices import Choices
 from engines.runtime.events import TokenEvent
 from engines.runtime.loop import Loop
@@ -222,7 +222,9 @@ class LLM:
 
 
 def failure(reason: str | None) -> EngineError:
-    """A generation that ended with an error."""
+    """A generation that ended with an error: the request's own (LimitError), or the engine's."""
+    if reason is not None and reason.startswith(CONFLICT):
+        return LimitError(f"generation failed: {reason}", "Ease one of them, so that something is left to say.")
     return EngineError(f"generation failed: {reason}", "Verify the checkpoint; its scales or weights may be broken.")
 
 

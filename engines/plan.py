@@ -116,8 +116,9 @@ def kv_bytes_per_token(facts: ModelFacts, kv: Grid) -> int:
 
 
 def check_spec(spec: EngineSpec) -> None:
-    """Refuse, in words, what this device cannot do."""
+    """Refuse, in words, what a CPU cannot do."""
     Mesh.single(spec.tp, spec.pp)
+    check_batch(spec)
     if spec.compute_dtype == "bf16":
         raise EngineError("compute_dtype bf16 is emulated on this CPU and slower than fp32", "Use fp32.")
 
@@ -143,10 +144,46 @@ def longest(spec: EngineSpec, facts: ModelFacts) -> int:
     return spec.max_seq_len or facts.max_position
 
 
-def _limits(spec: EngineSpec, facts: ModelFacts, kv: Grid, weights: int) -> tuple[Limits, MemoryPlan]:
+def check_step(spec: EngineSpec, facts: ModelFacts) -> None:
+    """EngineError when a step is to hold more tokens than all its sequences have (the default is only an upper bound).
+    """
+    most = longest(spec, facts) * spec.max_batch_size
+    if spec.max_num_tokens > max(most, EngineSpec().max_num_tokens):
+        raise EngineError(f"max_num_tokens {spec.max_num_tokens:,} is more than a step can hold: "
+                          f"{spec.max_batch_size:,} sequences of {longest(spec, facts):,} tokens are {most:,}",
+                          f"Ask for at most {most:,}.")
+
+
+def check_batch(spec: EngineSpec) -> None:
+    """EngineError when a step has fewer tokens than sequences: each of them takes at least one."""
+    if spec.max_num_tokens < spec.max_batch_size:
+        raise EngineError(f"max_num_tokens {spec.max_num_tokens:,} is less than max_batch_size "
+                          f"{spec.max_batch_size:,}",
+                          "Every sequence of a step needs a token: raise one or lower the other.")
+
+
+def check_cap(memory: int | None, device: Device) -> None:
+    """EngineError when an engine is to take more memory than its device has."""
+    total = device.memory_bytes
+    if memory is not None and memory > total:
+        raise EngineError(f"a cap of {memory:,} bytes is more than the {total:,} of {device.name}", "Lower it.")
+
+
+def least_weight_bytes(program: Program) -> int:
+    """Bytes of the linears in the tightest of a CPU's layouts: what they take at least, whatever is chosen."""
+    return _weight_bytes(program, {linear_shape(op): NAME for op in program.linears()})
+
+
+def cpu_limits(spec: EngineSpec, facts: ModelFacts, kv: Grid, weights: int, device: Device | None
+               ) -> tuple[Limits, MemoryPlan]:
+    """Limits and memory beside ``weights`` bytes; EngineError with the figures when one sequence, or one step on
+    ``device`` (None: it is not here), does not fit."""
     max_seq_len = longest(spec, facts)
     tokens = min(spec.max_num_tokens, max_seq_len * spec.max_batch_size)
     activations = 4 * tokens * (4 * facts.hidden_size + 6 * facts.intermediate_size) + 4 * 128 * facts.vocab_size
+    if device is not None and weights + activations > device.memory_bytes:
+        raise EngineError(f"a step of {tokens:,} tokens works in {activations:,} bytes beside {weights:,} of weights; "
+                          f"{device.name} has {device.memory_bytes:,}", "Lower max_num_tokens and max_batch_size.")
     block_bytes = spec.block_size * kv_bytes_per_token(facts, kv)
     one = -(-max_seq_len // spec.block_size)
     room = DEFAULT_KV_BYTES if spec.memory is None else spec.memory - weights - activations
@@ -177,9 +214,10 @@ def make_plan(config: Mapping[str, Any], schemes: Mapping[str, Scheme], kv: Grid
     EngineError says in words and numbers what cannot be met.
     """
     check_spec(spec)
+    check_cap(spec.memory, device)
     facts, unfused, program, fusions = fused_program(config, schemes, keys)
     impls = {choice.shape: choice.impl for choice in kernels if choice.op == "linear"}
-    limits, memory = _limits(spec, facts, kv, _weight_bytes(program, impls))
+    limits, memory = cpu_limits(spec, facts, kv, _weight_bytes(program, impls), device)
     others = sorted({op.op for op in program.ops} - {"linear"})
     compiled = set(impls.values()) == {NAME}
     if spec.deterministic and not compiled:

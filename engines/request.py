@@ -19,6 +19,9 @@ from calib.scheme import Frozen
 #: that stayed in this request.
 FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
 
+#: How the error of a generation begins that its own request left no token: nothing is wrong with the engine.
+CONFLICT = "the request forbids every token: "
+
 #: Bytes of a grammar's source.
 MAX_GRAMMAR_BYTES = 64 * 1024
 
@@ -52,7 +55,7 @@ class SamplingParams(Frozen):
     max_tokens: int = Field(default=128, ge=0)
     min_tokens: int = Field(default=0, ge=0)
     temperature: float = Field(default=0.0, ge=0.0, le=100.0)
-    top_k: int = Field(default=0, ge=0, description="0 keeps every token")
+    top_k: int = Field(default=0, ge=0, lt=2**31, description="0 keeps every token")
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
     presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)

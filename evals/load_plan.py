@@ -30,6 +30,11 @@ from evals.loads import Objectives
 from evals.presets import preset
 from evals.sse import Endpoint
 
+#: What one client can do and anybody can wait for: sockets that a process may open, requests of a day and more, and
+#: open loops of one request in a quarter of an hour up to more than a client can send.
+MOST_USERS, MOST_REQUESTS, MOST_REPEATS = 10_000, 10_000_000, 10_000
+SLOWEST, FASTEST = 0.001, 1e6
+
 
 class Point(Frozen):
     """One cell: lengths, and a closed loop of ``concurrency``, an open one of ``rate``, or a ``trace``."""
@@ -59,8 +64,9 @@ class LoadSpec(Frozen):
     osl: int | None = Field(default=None, ge=1)
     concurrency: tuple[int, ...] = ()
     rate: tuple[float, ...] = ()
-    burstiness: float = Field(default=1.0, gt=0)
-    requests: int | None = Field(default=None, ge=1, description="null: ten times the concurrency, 50 in an open loop")
+    burstiness: float = Field(default=1.0, gt=0, le=1000)
+    requests: int | None = Field(default=None, ge=1, le=MOST_REQUESTS,
+                                 description="null: ten times the concurrency, 50 in an open loop")
     trace: str | None = None
 
     @model_validator(mode="after")
@@ -78,6 +84,12 @@ class LoadSpec(Frozen):
             raise ValueError("give concurrency (closed loop) or rate (open loop)")
         if min((*self.concurrency, *self.rate)) <= 0:
             raise ValueError("concurrency and rate must be positive")
+        if max(self.concurrency, default=1) > MOST_USERS:
+            raise ValueError(f"concurrency {max(self.concurrency):,} is more than the {MOST_USERS:,} connections that "
+                             "one client can hold")
+        if strange := [rate for rate in self.rate if not SLOWEST <= rate <= FASTEST]:
+            raise ValueError(f"rate {strange[0]:g} is no rate that can be measured: {SLOWEST:g} to {FASTEST:,.0f} "
+                             "requests a second are")
         if self.burstiness != 1.0 and not self.rate:
             raise ValueError("burstiness shapes an open loop: give rate")
         return self
@@ -116,10 +128,10 @@ class LoadPlan(Frozen):
     tokenizer: str = Field(min_length=1)
     loads: tuple[LoadSpec, ...] = Field(min_length=1)
     targets: tuple[TargetSpec, ...] = Field(min_length=1)
-    repeats: int = Field(default=1, ge=1)
+    repeats: int = Field(default=1, ge=1, le=MOST_REPEATS)
     warmup: int = Field(default=2, ge=0)
     cooldown: int = Field(default=0, ge=0)
-    timeout_s: float = Field(default=600.0, gt=0)
+    timeout_s: float = Field(default=600.0, gt=0, le=86_400)
     objectives: Objectives | None = None
     seed: int = Field(default=0, ge=0)
 

@@ -44,11 +44,11 @@ class LoadResult(Frozen):
 
 
 class Objectives(Frozen):
-    """Service levels in ms; a good request meets all that are given."""
+    """Service levels in ms (up to a day); a good request meets all that are given."""
 
-    ttft_ms: float | None = Field(default=None, gt=0)
-    tpot_ms: float | None = Field(default=None, gt=0)
-    e2e_ms: float | None = Field(default=None, gt=0)
+    ttft_ms: float | None = Field(default=None, gt=0, le=86_400_000)
+    tpot_ms: float | None = Field(default=None, gt=0, le=86_400_000)
+    e2e_ms: float | None = Field(default=None, gt=0, le=86_400_000)
 
     @model_validator(mode="after")
     def _some(self) -> Objectives:

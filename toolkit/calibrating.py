@@ -11,7 +11,7 @@ from toolkit.errors import UsageError
 from toolkit.options import parse_bytes
 
 if TYPE_CHECKING:
-    from calib.recipe import Recipe
+    from calib.recipe import Recipe, Setting
 
 Layerwise = Literal["auto", "on", "off"]
 LayerwiseOption = Annotated[Layerwise, typer.Option("--layerwise", help="Calibrate one layer at a time: the same "
@@ -21,8 +21,8 @@ BoundOption = Annotated[str | None, typer.Option("--memory", show_default=False,
 TpOption = Annotated[int, typer.Option("--tp", min=1, help="Devices that the result will be cut over: groups must "
                                        "still divide.")]
 ROWS, LENGTH = 16, 256
-RowsOption = Annotated[int | None, typer.Option("--rows", min=1, show_default=False, help="Packed rows of calibration "
-                                                f"text [default: {ROWS}].")]
+RowsOption = Annotated[int | None, typer.Option("--rows", min=1, show_default=False, help="Rows of calibration text to "
+                                                "calibrate on [default: the recipe's].")]
 LengthOption = Annotated[int | None, typer.Option("--length", min=8, show_default=False,
                                                   help=f"Tokens of a row [default: {LENGTH}].")]
 
@@ -35,6 +35,20 @@ def bound_of(memory: str | None) -> int | None:
     return bound
 
 
+def with_rows(recipe: Recipe, rows: int | None) -> Recipe:
+    """The recipe on as many rows as ``--rows`` says: what is said on the command line is what is done."""
+    return recipe if rows is None else recipe.model_copy(update={"rows": rows})
+
+
+def explain(name: str, recipe: Recipe) -> list[Setting]:
+    """Every value of the recipe ``name`` with its origin; ``recipe`` is what ``with_rows`` made of it."""
+    from calib.recipe import Setting
+    from calib.recipe import explain as values
+
+    return [Setting("rows", recipe.rows, "--rows") if setting.key == "rows" and setting.value != recipe.rows else
+            setting for setting in values(name)]
+
+
 def text_size(recipe: Recipe, kv_cache: KvChoice, rows: int | None, length: int | None, **others: str | bool | None
               ) -> tuple[int, int]:
     """Rows of calibration text and tokens of one. UsageError where they, or ``others`` (options by name), are asked for
@@ -44,4 +58,4 @@ def text_size(recipe: Recipe, kv_cache: KvChoice, rows: int | None, length: int 
             said = f"--{option}" if value is True else f"--{option} {value}"
             raise UsageError(f"{said} would have no effect: recipe {recipe.name} with a {kv_cache} KV cache is "
                              "calibrated on no text", f"Leave --{option} out, or choose a recipe that needs data.")
-    return rows or ROWS, length or LENGTH
+    return rows or max(ROWS, recipe.rows), length or LENGTH

@@ -16,6 +16,7 @@ from toolkit import judging, making, stages
 from toolkit.console import duration
 from toolkit.errors import UsageError
 from toolkit.evaluating import data_of
+from toolkit.options import check_cells
 from toolkit.refs import Ref, resolve
 from toolkit.stages import Workshop
 
@@ -227,6 +228,8 @@ def speed(shop: Workshop, candidate: str, baseline: str, cell: tuple[int, int, i
     from evals.speed_gate import SpeedGate, generation, judge_speed, run_blocks
 
     first, second = making.engine_of(shop, baseline), making.engine_of(shop, candidate)
+    for engine in (first, second):
+        check_cells([cell], engine.plan.limits)
     with LLM(first) as one, LLM(second) as other:
         found = run_blocks(generation(one, cell, seed=seed), generation(other, cell, seed=seed), blocks=blocks)
     return judge_speed(found, SpeedGate(margin=margin, seed=seed))

@@ -6,8 +6,9 @@ read or write elsewhere. Names of data and models are looked up in the job's fol
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -17,6 +18,9 @@ from calib.scheme import Frozen
 from calib.yaml_text import read_yaml
 from toolkit.errors import JobError
 from toolkit.home import Home
+
+if TYPE_CHECKING:
+    from engines.plan import EngineSpec
 
 NAME = r"^[a-z0-9][a-z0-9._-]{0,63}$"
 
@@ -49,17 +53,35 @@ class EngineJob(Frozen):
 
 
 REFERENCE = EngineJob(recipe="bf16")
+#: Tokens of a sequence where nobody says: enough for a chat, and a KV cache that any machine has.
+LENGTH = 1024
 
 
 class Limits(_Plain):
-    """The limits every engine of the job is built with."""
+    """The limits every engine of the job is built with. ``max_seq_len`` None: ``LENGTH``, or the model's positions
+    where those are fewer."""
 
     device: str = "cpu"
-    max_seq_len: int = Field(default=1024, ge=16)
+    max_seq_len: int | None = Field(default=None, ge=2)
     max_batch_size: int = Field(default=8, ge=1)
     max_num_tokens: int = Field(default=2048, ge=16)
     deterministic: bool = False
     tune: Literal["none", "quick", "full"] = "quick"
+
+    @model_validator(mode="after")
+    def _batch(self) -> Limits:
+        if self.max_batch_size > self.max_num_tokens:
+            raise ValueError(f"max_batch_size {self.max_batch_size:,} is more than max_num_tokens "
+                             f"{self.max_num_tokens:,}: every sequence of a step needs a token")
+        return self
+
+    def spec(self, config: Mapping[str, Any]) -> EngineSpec:
+        """What is asked of an engine of the model with this config.json."""
+        from engines.models.families import model_facts
+        from engines.plan import EngineSpec
+
+        length = self.max_seq_len or min(LENGTH, model_facts(config).max_position)
+        return EngineSpec(**self.model_dump() | {"max_seq_len": length})
 
 
 class Evaluation(_Plain):
@@ -76,8 +98,8 @@ class Sweep(Frozen):
     """Latency cells as [batch, ISL, OSL]; the first is the headline of the table."""
 
     cells: list[tuple[int, int, int]] = Field(min_length=1)
-    warmup: int = Field(default=1, ge=0)
-    repeats: int = Field(default=3, ge=1)
+    warmup: int = Field(default=1, ge=0, le=10_000)
+    repeats: int = Field(default=3, ge=1, le=10_000)
 
     @field_validator("cells")
     @classmethod
@@ -109,16 +131,20 @@ class Job(Frozen):
             raise ValueError("an engine is listed twice")
         if REFERENCE not in self.engines:
             raise ValueError("engines need {recipe: bf16}: it is the baseline that the others are compared with")
-        longest = max(isl + osl for _, isl, osl in self.sweep.cells)
-        if longest > self.limits.max_seq_len:
-            raise ValueError(f"a sweep cell needs {longest} tokens, limits.max_seq_len is {self.limits.max_seq_len}")
+        if fault := self.too_long(self.limits.max_seq_len or LENGTH):
+            raise ValueError(fault)
         largest = max(batch for batch, _, _ in self.sweep.cells)
         if largest > self.limits.max_batch_size:
             raise ValueError(f"a sweep cell has batch {largest}, limits.max_batch_size is {self.limits.max_batch_size}")
-        if self.evaluation.window > self.limits.max_seq_len:
-            raise ValueError(f"evaluation.window {self.evaluation.window} is longer than limits.max_seq_len "
-                             f"{self.limits.max_seq_len}")
         return self
+
+    def too_long(self, limit: int) -> str:
+        """What needs more than ``limit`` tokens of a sequence; empty where nothing does."""
+        longest = max(isl + osl for _, isl, osl in self.sweep.cells)
+        if longest > limit:
+            return f"a sweep cell needs {longest} tokens, limits.max_seq_len is {limit}"
+        window = self.evaluation.window
+        return f"evaluation.window {window} is longer than limits.max_seq_len {limit}" if window > limit else ""
 
 
 def load_job(path: Path) -> Job:

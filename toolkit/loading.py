@@ -86,11 +86,17 @@ def objectives_of(text: str | None) -> dict[str, float] | None:
 
 def bounds_of(text: str) -> tuple[float, float]:
     """``0.5:20``: where the highest rate is looked for."""
-    low, _, high = text.partition(":")
+    from evals.load_plan import FASTEST, SLOWEST
+
+    first, _, last = text.partition(":")
     try:
-        return float(low), float(high)
+        low, high = float(first), float(last)
     except ValueError as error:
         raise UsageError(f"--find-rate {text!r} is no range", "Write it like 0.5:20 (requests a second).") from error
+    if not SLOWEST <= low < high <= FASTEST:
+        raise UsageError(f"--find-rate {text!r} gives no search: the first is below the second, and both lie within "
+                         f"{SLOWEST:g} and {FASTEST:,.0f}", "Write it like 0.5:20 (requests a second).")
+    return low, high
 
 
 def tokenizer_of(shop: Workshop, name: str) -> Tokenizer:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from toolkit import stages
 from toolkit.errors import UsageError
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from calib.choices import KvChoice
     from calib.recipe import Recipe
     from engines.engine import Engine
+    from engines.plan import EngineSpec
     from evals.data import EvalData
 
 
@@ -66,11 +68,34 @@ def checkpoint_of(shop: Workshop, ref: Ref, engine: EngineJob, seed: int = 0) ->
     if engine == EngineJob(recipe="bf16"):
         return QuantizedCheckpoint.open(model)
     from calib.calibrate import foresee
+    from calib.config import positions, read_config
     from calib.recipe import load_recipe
 
-    recipe = load_recipe(engine.recipe)
-    foresee(model, recipe, engine.kv_cache, offline=shop.offline)
-    return stages.checkpoint(shop, material(shop, model, recipe, engine.kv_cache, Calibration(), seed), engine)
+    recipe, usual = load_recipe(engine.recipe), Calibration()
+    length = min(usual.length, positions(read_config(model)) or usual.length)
+    # Nobody said how much text: as many rows as the recipe asks for, as long as the model reads.
+    settings = usual.model_copy(update={"rows": max(usual.rows, recipe.rows), "length": length})
+    foresee(model, recipe, engine.kv_cache, length=length, offline=shop.offline)
+    return stages.checkpoint(shop, material(shop, model, recipe, engine.kv_cache, settings, seed), engine)
+
+
+def foresee_engine(shop: Workshop, ref: Ref, engine: EngineJob, spec: Callable[[Mapping[str, Any]], EngineSpec],
+                   target: str | None = None) -> None:
+    """Refuse, before anything is calibrated, an engine that could not be built of the model or checkpoint at ``ref``.
+
+    ``spec`` makes of config.json what is asked of the engine; ``target``: the device, where it is not here.
+    """
+    from calib.checkpoint import QuantizedCheckpoint
+    from calib.config import read_config
+    from calib.plan import KV_GRIDS
+    from engines.build.foresee import foresee
+
+    if ref.kind == "model":
+        config, kv = read_config(model_folder(shop, ref)), KV_GRIDS[engine.kv_cache]
+    else:
+        made = QuantizedCheckpoint.open(ref.path)
+        config, kv = made.config, made.kv
+    foresee(config, kv, spec(config), target)
 
 
 def engine_of(shop: Workshop, name: str, engine: EngineJob | None = None, limits: Limits | None = None) -> Engine:
@@ -84,12 +109,14 @@ def engine_of(shop: Workshop, name: str, engine: EngineJob | None = None, limits
     ref = resolve(name, shop.home, shop.store, offline=shop.offline)
     if ref.kind in ENGINES:
         if engine is not None or limits is not None:
-            raise UsageError(f"{name} is an engine: its recipe and limits are fixed", "Leave those options out.")
+            raise UsageError(f"{name} is an engine: its recipe and limits are fixed",
+                             "Leave --recipe, --kv-cache and --max-seq-len out, or name a model.")
         return Engine.open(ref.path) if ref.kind == "engine" else stages.finished(shop, ref.path)
     ref.of_kind("model", "quantized-checkpoint")
     if ref.kind == "quantized-checkpoint" and engine is not None:
         raise UsageError(f"{name} is a checkpoint: its recipe is fixed", "Leave --recipe and --kv-cache out.")
-    wanted = engine or EngineJob(recipe="bf16")
+    wanted, limits = engine or EngineJob(recipe="bf16"), limits or Limits()
+    foresee_engine(shop, ref, wanted, limits.spec)
     source = checkpoint_of(shop, ref, wanted)
     label = stages.label_of(wanted) if ref.kind == "model" else "engine"
-    return stages.engine(shop, source, limits or Limits(), label)
+    return stages.engine(shop, source, limits, label)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from decimal import Decimal
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from calib.choices import KvChoice
 from calib.errors import shown
 from toolkit.errors import UsageError
+
+if TYPE_CHECKING:
+    from engines.plan import Limits
 
 RefArgument = Annotated[str, typer.Argument(metavar="REF", show_default=False, help="Folder, digest prefix, "
                                             "alias:NAME, or a model (what is missing is made).")]
@@ -30,6 +33,13 @@ KindOption = Annotated[Literal["choice", "exact", "text"] | None, typer.Option(h
 MemoryOption = Annotated[str | None, typer.Option("--memory", "--gpu-memory", show_default=False,
                                                   help="Cap on the engine's memory, like 2GB or 1500MiB, or a share "
                                                   "of the device's, like 80%.")]
+LengthOption = Annotated[int | None, typer.Option("--max-seq-len", min=2, show_default=False,
+                                                  help="Where an engine is made: prompt and output tokens of a "
+                                                  "sequence [default: 1024, or the model's where that is less].")]
+#: Seconds that a server may be told to wait for anything: a day, far within what timers can count.
+LONGEST_S = 86_400.0
+#: Prompts that may wait: each is held in memory with its tokens.
+MOST_QUEUED = 100_000
 _UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
@@ -49,6 +59,17 @@ def parse_memory(text: str, total: Callable[[], int]) -> int:
     if not 0 < float(found[1]) <= 100:
         raise UsageError(f"{text!r} is no share of the memory", "Write more than 0% and at most 100%.")
     return int(float(found[1]) / 100 * total())
+
+
+def check_cells(cells: Iterable[tuple[int, int, int]], limits: Limits) -> None:
+    """UsageError for a cell that an engine of these limits cannot run, before prompts are made for it."""
+    for batch, isl, osl in cells:
+        if batch > limits.max_batch_size:
+            raise UsageError(f"cell {batch}x{isl}x{osl}: the engine takes {limits.max_batch_size:,} sequences in one "
+                             "step", "Measure smaller batches, or build with a larger --max-batch-size.")
+        if isl + osl > limits.max_seq_len:
+            raise UsageError(f"cell {batch}x{isl}x{osl}: a sequence of {isl + osl:,} tokens, the engine takes "
+                             f"{limits.max_seq_len:,}", "Measure shorter texts, or build with a larger --max-seq-len.")
 
 
 def parse_cells(text: str) -> list[tuple[int, int, int]]:

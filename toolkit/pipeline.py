@@ -23,6 +23,7 @@ from evals.data import EvalData
 from evals.policy import Policy, load_policy
 from evals.report import Estimate, Row, Verdict
 from toolkit import stages
+from toolkit.errors import JobError
 from toolkit.job import REFERENCE, EngineJob, Job, inside, model_of
 from toolkit.rows import make_row
 from toolkit.stages import Material, Workshop
@@ -75,6 +76,7 @@ def prepare(shop: Workshop, job: Job, folder: Path) -> Plan:
     for task in job.evaluation.tasks:
         evaluation.task(task)
     model = resolve_model(model_of(job, folder, shop.home), offline=shop.offline)
+    _foresee(job, model)
     digest = stages.model_digest(model)
     facts = {"model": model.name, "model_digest": digest, "device": str(detect(job.limits.device)),
              "evaluation": f"{job.evaluation.texts} texts, {job.evaluation.items or 'all'} questions of each of "
@@ -88,6 +90,20 @@ def prepare(shop: Workshop, job: Job, folder: Path) -> Plan:
              "margin": policy.delta_nll.margin if policy.delta_nll else None,
              "seed": job.seed, "versions": installed_versions()}
     return Plan(job, model, digest, data, choose, evaluation, policy, facts)
+
+
+def _foresee(job: Job, model: Path) -> None:
+    """Refuse limits that this model cannot have, before it is calibrated."""
+    from calib.config import read_config
+    from calib.plan import KV_GRIDS
+    from engines.build.foresee import foresee
+
+    config = read_config(model)
+    spec = job.limits.spec(config)
+    for engine in job.engines:
+        foresee(config, KV_GRIDS[engine.kv_cache], spec)
+    if fault := job.too_long(spec.max_seq_len or 0):
+        raise JobError(f"{fault}, all positions that {model.name} has", "Ask for shorter ones, or another model.")
 
 
 class _Steps:

@@ -167,9 +167,8 @@ def engine(shop: Workshop, source: QuantizedCheckpoint, limits: Limits, label: s
     from engines.build.builder import build
     from engines.device import detect
     from engines.engine import FORMAT, Engine
-    from engines.plan import EngineSpec
 
-    spec = EngineSpec(**limits.model_dump())
+    spec = limits.spec(source.config)
     place = shop.place("engine", label, format=FORMAT, checkpoint=source.digest, spec=spec.model_dump(mode="json"),
                        device=detect(spec.device).model_dump(mode="json"))
     shop.made(place, "engine", lambda: build(source, spec, place, shop.report, tuning=shop.home.path / "tuning"))

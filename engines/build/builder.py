@@ -20,13 +20,15 @@ from calib.artifact_writer import ArtifactWriter
 from calib.progress import Progress, Report, silent
 from calib.scheme import Frozen, Grid, Scheme
 from calib.text import Tokenizer, check_vocabulary
+from engines.build.foresee import check_room
 from engines.build.impls import check_schemes
 from engines.build.weights import Pack, activation_keys, pack_portable, write_weights
 from engines.device import Device, detect
 from engines.engine import FORMAT, KIND, TIMINGS, TOKENIZER, Engine, EngineRecord
 from engines.models.decoder import ActivationKeys
+from engines.models.families import model_facts
 from engines.parallel.mesh import Mesh
-from engines.plan import EngineSpec, Plan, check_spec, fused_program, longest, make_plan
+from engines.plan import EngineSpec, Plan, check_spec, check_step, fused_program, make_plan
 from engines.program import Program
 
 
@@ -87,6 +89,7 @@ def plan_on(device: Device, checkpoint: Described, keys: ActivationKeys, spec: E
             report: Report = silent) -> tuple[Plan, tuple[Frozen, ...]]:
     """The Plan for a device that is here, of a checkpoint whose ``keys`` (``weights.activation_keys``) are known."""
     program = checked_program(checkpoint, keys, spec)
+    check_room(spec, model_facts(checkpoint.config), checkpoint.kv, device, program)
     if device.runs_triton:
         # Here and below: Triton and Numba are each imported where their device is asked for; neither is needed for the
         # other, and a GPU machine may have no Numba.
@@ -105,7 +108,7 @@ def checked_program(checkpoint: Described, keys: ActivationKeys, spec: EngineSpe
     """The fused program; refused when the tokenizer or the spec's lengths do not go with the model."""
     facts, _, program, _ = fused_program(checkpoint.config, checkpoint.schemes, keys)
     check_vocabulary(checkpoint.tokenizer(), facts.vocab_size)
-    longest(spec, facts)
+    check_step(spec, facts)
     return program
 
 

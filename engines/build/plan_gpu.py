@@ -24,7 +24,17 @@ from engines.kernels.impl import KernelConfig
 from engines.models.decoder import ActivationKeys
 from engines.models.facts import ModelFacts
 from engines.parallel.mesh import Mesh
-from engines.plan import EngineSpec, KernelChoice, Limits, MemoryPlan, Plan, fused_program, linear_shape
+from engines.plan import (
+    EngineSpec,
+    KernelChoice,
+    Limits,
+    MemoryPlan,
+    Plan,
+    check_batch,
+    fused_program,
+    linear_shape,
+    longest,
+)
 from engines.program import AddNorm, Embed, Linear, Program, RMSNorm, RopeKV
 from engines.runtime.cuda.arena import arena_bytes
 from engines.runtime.cuda.graphs import decode_sizes
@@ -42,6 +52,7 @@ def check_gpu(spec: EngineSpec, schemes: Mapping[str, Scheme], kv: Grid, device:
         what = f"{fp8[0]} is fp8" if fp8 else "the KV cache is fp8"
         raise EngineError(f"{what}, which needs compute capability 8.9; {device.name} has "
                           f"{device.capability / 10:.1f}", "Use int8 or int4_awq here.")
+    check_batch(spec)
     if spec.max_num_tokens < decode_sizes(spec.max_batch_size)[-1]:
         raise EngineError(f"max_num_tokens {spec.max_num_tokens} is less than max_batch_size {spec.max_batch_size}",
                           "Every sequence of a step needs a token: raise one or lower the other.")
@@ -86,10 +97,7 @@ def make_gpu_plan(config: Mapping[str, object], schemes: Mapping[str, Scheme], k
     EngineError says in words and numbers what cannot be met."""
     check_gpu(spec, schemes, kv, device)
     facts, unfused, program, fusions = fused_program(config, schemes, keys)
-    max_seq_len = spec.max_seq_len or facts.max_position
-    if max_seq_len > facts.max_position:
-        raise EngineError(f"max_seq_len {max_seq_len} is beyond the model's {facts.max_position} positions",
-                          f"Ask for at most {facts.max_position}.")
+    max_seq_len = longest(spec, facts)
     kernels = (*linears, *(others or default_table(facts, program, spec.block_size, kv, device.facts,
                                                    spec.deterministic)))
     limits = Limits(max_seq_len=max_seq_len, max_batch_size=spec.max_batch_size, max_num_tokens=spec.max_num_tokens,
@@ -123,6 +131,22 @@ def _with_memory(plan: Plan, spec: EngineSpec, facts: ModelFacts) -> Plan:
 
 def block_bytes(plan: Plan) -> int:
     """Bytes of one KV block in all layers."""
-    model = plan.model
-    return (2 * model.num_layers * model.num_kv_heads * model.head_dim * plan.limits.block_size
-            * (1 if plan.kv.quantized else 2))
+    return plan.limits.block_size * _token_bytes(plan.model, plan.kv)
+
+
+def _token_bytes(model: ModelFacts, kv: Grid) -> int:
+    return 2 * model.num_layers * model.num_kv_heads * model.head_dim * (1 if kv.quantized else 2)
+
+
+def check_least(spec: EngineSpec, facts: ModelFacts, kv: Grid, weights: int, device: Device) -> None:
+    """EngineError when a cap holds no sequence beside ``weights`` bytes, before kernels (and so the arena) are known.
+    """
+    if spec.memory is None:
+        return
+    allowance = GRAPH_ALLOWANCE if device.kind == "cuda" else 0
+    length = longest(spec, facts)
+    one = -(-length // spec.block_size) * spec.block_size * _token_bytes(facts, kv)
+    if weights + allowance + one > spec.memory:
+        raise EngineError(f"a cap of {spec.memory:,} bytes is less than weights of {weights:,}, {allowance:,} for CUDA "
+                          f"graphs and {one:,} of KV cache for one sequence of {length} tokens",
+                          "Raise the memory cap, or lower max_seq_len.")

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import time
 from dataclasses import dataclass
@@ -31,7 +30,6 @@ from pydantic import model_validator
 
 from calib.artifact import Artifact
 from calib.artifact_writer import ArtifactWriter
-from calib.errors import UnknownNameError
 from calib.progress import Progress, Report, silent
 from calib.scheme import Frozen, Grid, Scheme
 from calib.text import Tokenizer
@@ -44,6 +42,7 @@ from engines.build.builder import (
     packer_of,
     plan_on,
 )
+from engines.build.foresee import check_room
 from engines.build.impls import check_schemes
 from engines.build.weights import activation_keys, write_weights
 from engines.device import Device, NoDeviceError, detect, nominal
@@ -51,6 +50,7 @@ from engines.engine import FORMAT as ENGINE_FORMAT
 from engines.engine import KIND as ENGINE_KIND
 from engines.engine import TIMINGS, TOKENIZER, Engine, EngineRecord, record_of
 from engines.errors import EngineError, EngineMismatchError
+from engines.models.families import model_facts
 from engines.parallel.mesh import Mesh
 from engines.plan import EngineSpec, check_spec
 from engines.program import Program
@@ -78,13 +78,6 @@ class PreparedRecord(Frozen):
         if self.spec.device != ("cuda" if self.target.startswith("sm_") else self.target):
             raise ValueError(f"it was prepared for {self.target}, and its spec is for {self.spec.device}")
         return self
-
-
-def device_of(target: str) -> Device:
-    """A device of that kind with no name. UnknownNameError for what is none."""
-    if target not in ("cpu", "interpreter") and not re.fullmatch(r"sm_\d{2,3}", target):
-        raise UnknownNameError("target", target, ("cpu", "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120"))
-    return nominal(target)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +111,7 @@ class Prepared:
 
 def prepare(checkpoint: Source, spec: EngineSpec, target: str, out: Path | str, report: Report = silent) -> Prepared:
     """Pack a checkpoint for ``target`` at ``out``. EngineError says what no such device can do; nothing is timed."""
-    device = device_of(target)
+    device = nominal(target)
     place = ArtifactWriter(out, KIND, FORMAT, [checkpoint.digest])
     place.refuse_place()
     spec = spec.model_copy(update={"device": device.kind})
@@ -132,6 +125,7 @@ def prepare(checkpoint: Source, spec: EngineSpec, target: str, out: Path | str, 
         check_linears(program, device)
     else:
         check_spec(spec)
+    check_room(spec, model_facts(checkpoint.config), checkpoint.kv, device, program, here=False)
     record = PreparedRecord(target=target, spec=spec, program=program, config=checkpoint.config,
                             schemes=checkpoint.schemes, kv=checkpoint.kv, activation_keys=keys,
                             recipe=checkpoint.recipe, source_grid=checkpoint.source_grid)

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from engines.request import SamplingParams, TokenLogprob
+from engines.request import CONFLICT, SamplingParams, TokenLogprob
 from engines.runtime.grammar import GrammarError
 from engines.runtime.sequence import Sequence
 
@@ -92,7 +92,8 @@ def adjust(row: torch.Tensor, sequence: Sequence) -> Fault | None:
     # kernel's own check of the row must do.
     asked = row.device.type == "cpu" or sequence.params.stepwise
     if masks and asked and not bool(torch.isfinite(row.amax())):
-        return Fault(f"{' and '.join(masks)} allow no token that the model has")
+        return Fault(f"{CONFLICT}{' and '.join(masks)} {'together ' * (len(masks) > 1)}leave none that the model has "
+                     f"at token {sequence.num_generated + 1} of the answer")
     return None
 
 

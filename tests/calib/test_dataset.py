@@ -6,7 +6,9 @@ import pytest
 import torch
 from tiny_llamas import byte_tokenizer, sentences, write_jsonl
 
-from calib.dataset import CalibrationSet, CalibrationTextError, overlap, pack_texts, refuse_overlap
+from calib.calibrate import foresee
+from calib.dataset import CalibrationSet, CalibrationTextError, check_row_length, overlap, pack_texts, refuse_overlap
+from calib.recipe import load_recipe
 from calib.text import Tokenizer
 
 
@@ -102,13 +104,15 @@ def test_packing_choose_texts(tokenizer):
         pack_texts(["ab"], tokenizer, 64, 2)
 
 
-def test_rows_longer_than_the_models_positions_are_refused(calibration):
+def test_rows_longer_than_the_models_positions_are_refused(model_folder):
     from calib.config import positions
-    assert calibration.tokens.shape[1] == 64
-    calibration.check_length(64)
-    calibration.check_length(None)
+    with pytest.raises(CalibrationTextError, match="1,000,000,000,000 tokens, the model knows") as refused:
+        foresee(model_folder, load_recipe("fp8"), length=10**12)
+    assert "(--length)" in refused.value.hint
+    check_row_length(64, 64)
+    check_row_length(64, None)
     with pytest.raises(CalibrationTextError, match="64 tokens, the model knows 63"):
-        calibration.check_length(63)
+        check_row_length(64, 63)
     assert positions({}) is None
     assert positions({"max_position_embeddings": 64}) == 64
     stretched = {"max_position_embeddings": 64, "rope_parameters": {"rope_type": "yarn", "factor": 4.0}}

@@ -6,9 +6,9 @@ import pytest
 from tiny_llamas import tiny_llama
 
 from calib import rehearsal
-from calib.calibrate import quantize
+from calib.calibrate import foresee, quantize
 from calib.errors import CalibError
-from calib.estimates import activation_bytes, working_bytes
+from calib.estimates import MemoryBoundError, activation_bytes, working_bytes
 from calib.formats.hf import MissingWeightsError
 from calib.kept import read_kept, write_kept
 from calib.parallel import ShardingError
@@ -136,10 +136,37 @@ def test_what_cannot_go_layer_by_layer_says_why(model_folder, tmp_path, text, wh
 
 
 def test_the_bound_alone_makes_it_go_layer_by_layer(model_folder, calibration, tmp_path):
-    made = quantize(model_folder, load_recipe("fp8"), tmp_path / "out", calibration=calibration, memory=10**6)
+    least = make_plan(model_folder, load_recipe("fp8"), length=calibration.tokens.shape[1], layerwise="on").memory_bytes
+    made = quantize(model_folder, load_recipe("fp8"), tmp_path / "out", calibration=calibration, memory=least)
     evidence = json.loads(made.artifact.file("calibration.json").read_text())
     assert evidence["layerwise"] is True
     assert evidence["peak_anonymous_bytes"] > 0
+
+
+@pytest.mark.parametrize(("layerwise", "more", "way", "hint"), [
+    ("auto", "", "layer by layer", "Give --memory"), ("on", "", "layer by layer", "Give --memory"),
+    ("off", "", "the whole model at once", "Go layer by layer (--layerwise on). Give --memory"),
+    ("auto", "protect: 1\n", "the whole model at once", "Give --memory")])
+def test_a_bound_that_cannot_be_kept_is_refused_with_both_figures(model_folder, tmp_path, layerwise, more, way, hint):
+    (tmp_path / "r.yaml").write_text(f"extends: fp8\nname: r\n{more}")
+    recipe = load_recipe(tmp_path / "r.yaml")
+    needed = make_plan(model_folder, recipe, layerwise=layerwise, memory=1000).memory_bytes
+    with pytest.raises(MemoryBoundError) as error:
+        foresee(model_folder, recipe, layerwise=layerwise, memory=1000)
+    assert error.value.message == f"calibrating {way} works in {needed:,} bytes; the bound is 1,000"
+    assert error.value.hint.startswith(hint)
+    enough = error.value.hint.removesuffix(" or more.").rpartition(" ")[2]
+    foresee(model_folder, recipe, layerwise=layerwise, memory=int(enough.removesuffix("MB")) * 10**6)
+
+
+def test_a_bound_that_nobody_asked_for_warns_and_goes_on(model_folder, calibration, tmp_path, monkeypatch):
+    monkeypatch.setattr("calib.estimates.available_bytes", lambda: 1000)
+    heard = []
+    made = quantize(model_folder, load_recipe("fp8"), tmp_path / "out", calibration=calibration, report=heard.append)
+    [warning] = [event.message for event in heard if event.stage == "memory is short"]
+    assert warning.startswith("calibrating layer by layer works in ")
+    assert warning.endswith(" bytes; the bound is 600, a share of what is free now")
+    assert made.recipe == "fp8"
 
 
 def test_runtimes_are_named_with_version_and_source(eight):

@@ -32,6 +32,8 @@ def refused(folder, text, name="mine.yaml"):
     ("alphas: [0, 3]", "alphas are distinct numbers from 0 to 1, like [0, 0.5, 0.7], not [0.0, 3.0]",
      "Change alphas (in mine.yaml)"),
     ("alphas: []", "method 'smooth' needs alphas, and there is none", "method (in int8.yaml)"),
+    (f"alphas: {[number / 200 for number in range(101)]}", "alphas holds 101 candidates, each of which rounds the "
+     "model anew; at most 100 are tried", "Change alphas (in mine.yaml)"),
     ("rows: 1.5", "rows: must be a whole number, not 1.5", "`rows: 16`"),
     ("method: magic", "method: must be 'none', 'max', 'smooth', 'awq_lite', 'awq' or 'gptq', not 'magic'", "`method:"),
     ("weight: int8", "weight: must be a mapping of keys to values, not 'int8'", "`weight: {dtype: int8"),
@@ -42,6 +44,19 @@ def test_a_value_is_named_with_what_to_write(tmp_path, line, message, hint):
     assert message in said[0]
     assert hint in said[1]
     assert "tuple" not in said[0]
+
+
+@pytest.mark.parametrize(("line", "message"), [
+    ("alpha_step: 1e-9", "alpha_step 1e-09 is a search of 1,000,000,000 candidates, each of which rounds the model "
+     "anew; 0.01 is the finest"), ("alpha_step: 2", "alpha_step: must be at most 1, not 2"),
+    ("clip_ratios: [1.0e-300]", "clip_ratios lie in [0.1, 1] and belong to methods"),
+    (f"clip_ratios: {[1 - number / 200 for number in range(101)]}", "clip_ratios holds 101 candidates")])
+def test_a_search_without_an_end_is_refused_with_its_size(tmp_path, line, message):
+    found, hint = refused(tmp_path, f"extends: int4_awq\nname: mine\n{line}\n")
+    assert message in found
+    assert line.partition(":")[0] in hint
+    (tmp_path / "fine.yaml").write_text("extends: int4_awq\nname: fine\nalpha_step: 0.01\n")
+    assert load_recipe(tmp_path / "fine.yaml").alpha_step == 0.01
 
 
 def test_an_unknown_key_is_told_the_keys_with_extends(tmp_path):

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engines.errors import LimitError
 from engines.llm import LLM
-from engines.request import SamplingParams
+from engines.request import Grammar, SamplingParams
 from engines.runtime.bad_words import BadWords, Spellings
 
 PIECES = [b"a", b"b", b"ab", b"ba", b"aab", b"abab", b"\xff", b"\xe6", b"\xbc\xa2", "\u6f22".encode(), b"", b"c" * 5]
@@ -73,6 +74,23 @@ def test_an_answer_holds_no_bad_word_and_is_else_the_same(llm, temperature: floa
     assert len(out.outputs[0].token_ids) == 24
     [same] = llm.generate([[5, 6, 7]], free.model_copy(update={"bad_words": ("never said",)}))
     assert same.outputs[0].token_ids == plain.outputs[0].token_ids
+
+
+def test_words_that_forbid_all_that_a_grammar_allows_are_named_with_it(llm) -> None:
+    grammar = Grammar(kind="regex", source="(yes|no)")
+    with pytest.raises(LimitError) as refused:
+        llm.generate([[5, 6, 7]], SamplingParams(max_tokens=8, grammar=grammar, bad_words=("y", "n")))
+    assert refused.value.message == ("generation failed: the request forbids every token: the grammar and bad_words "
+                                     "together leave none that the model has at token 1 of the answer")
+    assert refused.value.hint == "Ease one of them, so that something is left to say."
+    [out] = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=8, grammar=grammar, bad_words=("y",)))
+    assert out.outputs[0].text == "no"
+
+
+def test_a_bias_against_all_that_a_grammar_allows_forbids_nothing(llm) -> None:
+    grammar, bias = Grammar(kind="regex", source="(yes|no)"), dict.fromkeys(range(256), -100.0)
+    [out] = llm.generate([[5, 6, 7]], SamplingParams(max_tokens=8, grammar=grammar, logit_bias=bias))
+    assert out.outputs[0].text in ("yes", "no")
 
 
 def test_bytes_may_end_an_answer(llm) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ from memory_checkpoint import FP8, INT8, MemoryCheckpoint
 from calib.artifact_writer import ArtifactWriter
 from calib.checkpoint import QuantizedCheckpoint
 from calib.errors import ArtifactError, ToolkitError, UnknownNameError
+from calib.scheme import BF16
 from engines.build import prepare as preparing
 from engines.build.builder import build
+from engines.build.foresee import foresee
 from engines.build.prepare import FORMAT, KIND, Prepared, device_here, finish, prepare
-from engines.device import Device, NoDeviceError
+from engines.device import CAPABILITIES, Device, NoDeviceError
 from engines.errors import EngineError, EngineMismatchError
 from engines.llm import LLM
 from engines.plan import EngineSpec
@@ -68,7 +71,7 @@ def test_finished_by_the_gpu_path_it_is_the_engine_that_is_built_there(llama_fol
                               "memory": 64 << 20}
     built = build(source, EngineSpec(device="interpreter", **limits), tmp_path / "built")
     prepared = prepare(source, EngineSpec(**limits), "interpreter", tmp_path / "prepared")
-    for_a_card = prepare(source, EngineSpec(**limits), "sm_90", tmp_path / "card")
+    for_a_card = prepare(source, EngineSpec(**limits | {"memory": None}), "sm_90", tmp_path / "card")
     assert weights_of(prepared.artifact.manifest.files) == weights_of(for_a_card.artifact.manifest.files)
     made = finish(prepared, tmp_path / "made")
     assert made.digest == built.digest != prepared.artifact.digest
@@ -113,6 +116,11 @@ def test_another_card_refuses_in_one_sentence(llama_folder: Path, tmp_path: Path
 @pytest.mark.parametrize(("target", "scheme", "spec", "kind", "words"), [
     ("tpu", INT8, {}, UnknownNameError, "tpu"), ("sm_9", INT8, {}, UnknownNameError, "sm_9"),
     ("sm_75", INT8, {}, NoDeviceError, "7.5; the kernels need 8.0"),
+    ("sm_999", INT8, {}, UnknownNameError, "unknown target 'sm_999'"),
+    ("sm_90", INT8, {"memory": 1}, EngineError, "a cap of 1 bytes is less than weights of"),
+    ("cpu", INT8, {"memory": 1}, EngineError, "bytes of KV cache; 0 are left"),
+    ("cpu", INT8, {"max_batch_size": 10**11}, EngineError, "64 is less than max_batch_size 100,000,000,000"),
+    ("sm_90", INT8, {"max_batch_size": 65}, EngineError, "max_num_tokens 64 is less than max_batch_size 65"),
     ("sm_80", FP8, {}, EngineError, "needs compute capability 8.9"),
     ("sm_90", INT8, {"compute_dtype": "fp32"}, EngineError, "no GPU kernels"),
     ("sm_90", INT8, {"max_seq_len": 10**6}, EngineError, "beyond the model's"),
@@ -122,6 +130,30 @@ def test_what_the_target_cannot_do_is_refused_before_anything_is_written(
     with pytest.raises(kind, match=words):
         prepare(MemoryCheckpoint.of(llama_folder, scheme), EngineSpec(**(LIMITS | spec)), target, tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_targets_are_those_that_tritons_assembler_knows(llama_folder: Path, tmp_path: Path) -> None:
+    triton = pytest.importorskip("triton")
+    [assembler] = Path(triton.__file__).parent.glob("backends/nvidia/bin/ptxas-blackwell")
+    known = subprocess.run([assembler, "--help"], capture_output=True, text=True, check=True).stdout
+    assert all(f"'sm_{capability}'" in known for capability in CAPABILITIES)
+    with pytest.raises(UnknownNameError) as refused:
+        prepare(QuantizedCheckpoint.open(llama_folder), EngineSpec(**LIMITS), "sm_91", tmp_path / "out")
+    assert all(f"sm_{capability}" in refused.value.hint for capability in CAPABILITIES)
+
+
+@pytest.mark.parametrize(("spec", "words"), [
+    ({"max_batch_size": 10**11}, "max_num_tokens 64 is less than max_batch_size 100,000,000,000"),
+    ({"max_batch_size": 10**11, "max_num_tokens": 10**12}, "a step of 1,000,000,000,000 tokens works in"),
+    ({"max_num_tokens": 2049}, "max_num_tokens 2,049 is more than a step can hold: 4 sequences of 128 tokens are 512"),
+    ({"memory": 10**17}, "a cap of 100,000,000,000,000,000 bytes is more than"),
+    ({"memory": 1}, "bytes of KV cache; 0 are left"), ({"max_seq_len": 10**12}, "is beyond the model's 256 positions"),
+    ({"block_size": 10**12}, "bytes of KV cache")], ids=str)
+def test_what_no_build_can_be_is_refused_before_there_is_a_checkpoint(llama_folder: Path, spec, words: str) -> None:
+    config = QuantizedCheckpoint.open(llama_folder).config
+    foresee(config, BF16, EngineSpec(**LIMITS))
+    with pytest.raises(EngineError, match=words):
+        foresee(config, BF16, EngineSpec(**(LIMITS | spec)))
 
 
 def test_a_place_that_is_taken_is_refused_before_the_work(engine, llama_folder: Path, tmp_path: Path,

@@ -187,5 +187,6 @@ def test_restrictions_that_leave_nothing_are_the_requests_own_fault() -> None:
     row = torch.tensor([[-math.inf, 2.0, -math.inf]])
     [(fault, _), (token, _)] = sample(row.repeat(2, 1), [sequence(stop_ids=frozenset({1}), min_tokens=5), sequence()])
     assert isinstance(fault, Fault)
-    assert fault.message == "min_tokens allow no token that the model has"
+    assert fault.message == ("the request forbids every token: min_tokens leave none that the model has at token 1 of "
+                             "the answer")
     assert token == 1

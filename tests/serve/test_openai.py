@@ -149,6 +149,15 @@ def test_bad_words_are_in_no_answer(client, stream: bool) -> None:
         client.completions.create(**options, extra_body={"bad_words": [""]})
 
 
+def test_words_that_forbid_what_the_schema_demands_are_the_callers_fault(client) -> None:
+    schema = {"name": "one", "schema": {"enum": ["Ann"]}}
+    with pytest.raises(openai.BadRequestError, match="the grammar and bad_words together leave none") as refused:
+        client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "who"}], max_tokens=20,
+                                       response_format={"type": "json_schema", "json_schema": schema},
+                                       extra_body={"bad_words": ['"']})
+    assert refused.value.code == "conflict"
+
+
 SCHEMA = {"type": "object", "properties": {"name": {"enum": ["Ann", "Bo"]}, "age": {"type": "integer", "minimum": 0,
           "maximum": 120}}, "required": ["name", "age"], "additionalProperties": False}
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from calib.artifact import Artifact
 from calib.progress import Progress
 from toolkit import LLM, SamplingParams, cli
 from toolkit.home import Home
@@ -69,6 +70,50 @@ def test_a_changed_model_is_another_engine(home: Home) -> None:
     assert len(made(home, "engine")) == 2
 
 
+@pytest.mark.parametrize(("limits", "length"), [({}, 256), ({"max_seq_len": 96}, 96)], ids=["not said", "said"])
+def test_a_model_of_few_positions_gets_an_engine_of_its_length(home: Home, limits: dict[str, int], length: int) -> None:
+    with LLM("tiny", home=home.path, offline=True, report=lambda event: None, tune="none", **limits) as llm:
+        assert llm.engine.plan.limits.max_seq_len == length
+
+
+@pytest.mark.parametrize("arguments", [
+    ["generate", "tiny", "-p", "x", "--recipe", "int8"], ["serve", "tiny", "--recipe", "int8", "--port", "0"],
+    ["build", "tiny", "--recipe", "int8", "--out", "OUT"],
+    ["build", "tiny", "--recipe", "int8", "--target", "sm_90", "--out", "OUT"]], ids=" ".join)
+def test_a_length_beyond_the_model_is_refused_before_it_is_calibrated(
+        home: Home, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    out = str(tmp_path / "out")
+    code = cli.run_command([out if word == "OUT" else word for word in arguments] + [
+        "--max-seq-len", "257", "--offline", "--json", "--home", str(home.path)])
+    said = json.loads(capsys.readouterr().out)["error"]
+    assert (code, said["message"]) == (2, "max_seq_len 257 is beyond the model's 256 positions")
+    assert said["hint"] == "Ask for at most 256."
+    assert made(home, "quantized-checkpoint") == made(home, "calibration-set") == made(home, "engine") == []
+
+
+def test_a_batch_or_a_cap_that_cannot_be_is_refused_before_it_is_calibrated(
+        home: Home, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for options, words in ((["--max-batch-size", "99999999999"], "less than max_batch_size 99,999,999,999"),
+                           (["--memory", "1KB"], "bytes of KV cache; 0 are left"),
+                           (["--memory", "1", "--target", "sm_90"], "a cap of 1 bytes is less than"),
+                           (["--target", "sm_999"], "unknown target 'sm_999'")):
+        code = cli.run_command(["build", "tiny", "--recipe", "int8", "--out", str(tmp_path / "out"), *options,
+                                "--offline", "--json", "--home", str(home.path)])
+        said = json.loads(capsys.readouterr().out)["error"]
+        assert code == 2, options
+        assert words in said["message"], options
+    assert made(home, "quantized-checkpoint") == made(home, "calibration-set") == []
+
+
+def test_a_length_for_what_is_an_engine_is_an_error(home: Home, capsys: pytest.CaptureFixture[str]) -> None:
+    digest, _ = answer(home)
+    for verb in (["generate", digest, "-p", "x"], ["serve", digest, "--port", "0"]):
+        code = cli.run_command([*verb, "--max-seq-len", "64", "--json", "--home", str(home.path)])
+        said = json.loads(capsys.readouterr().out)["error"]
+        assert (code, said["message"]) == (2, f"{digest} is an engine: its recipe and limits are fixed")
+        assert "--max-seq-len" in said["hint"]
+
+
 def test_two_processes_at_once_build_once(home: Home) -> None:
     code = (f"from toolkit import LLM\nwith LLM('tiny', home={str(home.path)!r}, offline=True, "
             f"**{LIMITS}) as llm:\n    print(llm.engine.digest)")
@@ -117,6 +162,42 @@ def test_missing_calibration_data_is_said_with_what_to_run(home: Home, capsys: p
     assert code == 4
     assert said["message"].startswith("calibrating tiny by int8 (KV cache bf16) needs text, and ")
     assert "toolkit data prepare" in said["hint"]
+
+
+@pytest.mark.parametrize(("arguments", "rows", "origin"), [
+    (["--rows", "20"], 20, "--rows"), (["--rows", "3"], 3, "--rows"), ([], 8, "int4_awq.yaml")], ids=str)
+def test_as_many_rows_as_are_asked_for_are_used(home: Home, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+                                                arguments: list[str], rows: int, origin: str) -> None:
+    def call(verb: str, *more: str) -> dict:
+        assert cli.run_command([verb, "tiny", "--recipe", "int4_awq", "--length", "16", *arguments, *more, "--explain",
+                                "--json", "--home", str(home.path)]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    made = call("quantize", "--out", str(tmp_path / "made"))
+    record = Artifact.open(tmp_path / "made", "quantized-checkpoint").record
+    assert (record["calibration_rows"], record["recipe_content"]["rows"]) == (rows, rows)
+    planned = call("plan", "--no-rehearse", "--layerwise", "on")
+    assert planned["recipe"]["rows"] == rows
+    assert planned["work_bytes"] == planned["size_bytes"] + 2 * 4 * 64 * rows * 16 * 2, "what is on disk meanwhile"
+    assert made["origins"]["rows"] == planned["origins"]["rows"] == origin
+
+
+def test_rows_are_as_many_as_the_recipe_has_and_as_long_as_the_model_reads(
+        home: Home, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, packed = tmp_path / "mine.yaml", []
+    own.write_text("extends: fp8\nname: mine\nrows: 20\n")
+
+    def material(*given: object) -> None:
+        packed.append((given[4].rows, given[4].length))  # type: ignore[attr-defined]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("toolkit.stages.material", material)
+    config = home.models / "tiny" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 96}))
+    for recipe in (str(own), "fp8"):
+        with pytest.raises(KeyboardInterrupt):
+            LLM("tiny", home=home.path, offline=True, recipe=recipe, report=lambda event: None, **LIMITS)
+    assert packed == [(20, 96), (16, 96)]
 
 
 @pytest.mark.parametrize("verb", ["plan", "quantize"])

@@ -281,6 +281,12 @@ def test_quantize_build_sweep_alone(finished, call, tmp_path):
     code, out, err = call("sweep", tmp_path / "engine", "--cells", "1x8x4", "--repeats", 1, "--out", tmp_path / "s",
                           "--json")
     assert code == 0, err
+    for wrong, words in (("999999999x1x1", "the engine takes 16 sequences in one step"),
+                         ("1x999999999x1", "a sequence of 1,000,000,000 tokens, the engine takes 64")):
+        for verb in (("sweep", tmp_path / "engine", "--cells"),
+                     ("gate", "speed", tmp_path / "engine", "--baseline", tmp_path / "engine", "--cell")):
+            refused, _, err = call(*verb, wrong)
+            assert (refused, words in err) == (2, True), err
     [cell] = json.loads(out)["cells"]
     assert cell["invalid"] or cell["tpot_ms"] > 0
     code, _, err = call("generate", tmp_path / "engine", "-p", "river " * 100)

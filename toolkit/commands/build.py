@@ -64,7 +64,9 @@ def register(app: typer.Typer) -> None:
             found = resolve(ref, session.home, store, offline=session.offline).of_kind("model", "quantized-checkpoint")
             if found.kind == "quantized-checkpoint" and (recipe is not None or kv_cache != "bf16"):
                 raise UsageError(f"{ref} is a checkpoint: its recipe is fixed", "Leave --recipe and --kv-cache out.")
-            source = making.checkpoint_of(shop, found, EngineJob(recipe=recipe or "bf16", kv_cache=kv_cache))
+            wanted = EngineJob(recipe=recipe or "bf16", kv_cache=kv_cache)
+            making.foresee_engine(shop, found, wanted, lambda config: spec, target)
+            source = making.checkpoint_of(shop, found, wanted)
             if target is not None:
                 prepared = prepare(source, spec, target, out, watch)
                 store.remember(prepared.artifact)

@@ -180,7 +180,7 @@ def _speed(group: typer.Typer) -> None:
               cell: Annotated[str, typer.Option(help="batch x input x output tokens.")] = "1x64x32",
               margin: Annotated[float, typer.Option(min=0.001, max=0.99, help="How much slower it may be, as a "
                                                     "share.")] = 0.05,
-              blocks: Annotated[int, typer.Option(min=8, help="A B pairs that are timed.")] = 16,
+              blocks: Annotated[int, typer.Option(min=8, max=10_000, help="A B pairs that are timed.")] = 16,
               seed: Annotated[int, typer.Option(min=0)] = 0) -> None:
         """Judge whether a candidate is as fast as a baseline: timed in turn, A B B A, in one process.
 

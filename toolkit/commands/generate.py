@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from calib.choices import KvChoice
-from toolkit.options import RefArgument
+from toolkit.options import LengthOption, RefArgument
 from toolkit.session import Session, verb
 
 
@@ -20,6 +20,7 @@ def register(app: typer.Typer) -> None:
                                                             "[default: bf16].", show_default=False)] = None,
                  kv_cache: Annotated[KvChoice | None, typer.Option(help="For a model: the KV cache's format "
                                                                   "[default: bf16].", show_default=False)] = None,
+                 max_seq_len: LengthOption = None,
                  chat: Annotated[bool, typer.Option("--chat", help="Ask through the model's chat template.")] = False,
                  max_tokens: Annotated[int, typer.Option(min=1, help="Tokens at most.")] = 128,
                  temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
@@ -31,7 +32,7 @@ def register(app: typer.Typer) -> None:
         """Continue a text, or answer it with --chat. Tokens are printed as they come."""
         from engines.llm import LLM, failure
         from engines.request import SamplingParams
-        from toolkit.job import EngineJob
+        from toolkit.job import EngineJob, Limits
         from toolkit.making import engine_of
         from toolkit.stages import Workshop
         from toolkit.store import RunStore
@@ -39,8 +40,9 @@ def register(app: typer.Typer) -> None:
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,
                                 stop=tuple(stop or ()))
         wanted = EngineJob(recipe=recipe or "bf16", kv_cache=kv_cache or "bf16") if recipe or kv_cache else None
+        limits = None if max_seq_len is None else Limits(max_seq_len=max_seq_len)
         with RunStore(session.home.store) as store, session.watch() as watch:
-            engine = engine_of(Workshop(session.home, store, watch, session.offline), ref, wanted)
+            engine = engine_of(Workshop(session.home, store, watch, session.offline), ref, wanted, limits)
         with LLM(engine) as llm:
             ids = llm.tokenizer.chat([{"role": "user", "content": prompt}]) if chat else llm.tokenizer.encode(prompt)
             if session.as_json or session.quiet:

@@ -6,7 +6,17 @@ from typing import Annotated
 
 import typer
 
-from toolkit.calibrating import BoundOption, LayerwiseOption, LengthOption, RowsOption, TpOption, bound_of, text_size
+from toolkit.calibrating import (
+    BoundOption,
+    LayerwiseOption,
+    LengthOption,
+    RowsOption,
+    TpOption,
+    bound_of,
+    explain,
+    text_size,
+    with_rows,
+)
 from toolkit.options import ExplainOption, KvOption, ModelArgument, RecipeOption
 from toolkit.session import Session, verb
 
@@ -28,14 +38,14 @@ def register(app: typer.Typer) -> None:
         from rich.text import Text
 
         from calib.plan import make_plan
-        from calib.recipe import explain, load_recipe
+        from calib.recipe import load_recipe
         from toolkit.making import model_folder
         from toolkit.refs import resolve
         from toolkit.report.judged import plan_parts, recipe_parts
         from toolkit.stages import Workshop
         from toolkit.store import RunStore
 
-        chosen, bound = load_recipe(recipe), bound_of(memory)
+        chosen, bound = with_rows(load_recipe(recipe), rows), bound_of(memory)
         rows, length = text_size(chosen, kv_cache, rows, length)
         with RunStore(session.home.store) as store:
             shop = Workshop(session.home, store, offline=session.offline)
@@ -47,7 +57,7 @@ def register(app: typer.Typer) -> None:
             from calib.rehearsal import estimate
 
             found = estimate(found, rows, length, session.home.path / "rehearsals")
-        settings = explain(recipe) if explained else []
+        settings = explain(recipe, chosen) if explained else []
         origins = {"origins": {setting.key: setting.origin for setting in settings}} if explained else {}
         lead = [] if found.weights_here else [Text(f"planned from {found.basis}", style="yellow")]
         session.show(found.model_dump(mode="json") | origins, [str(folder)], *lead, *plan_parts(found, rehearsed),

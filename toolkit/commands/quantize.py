@@ -6,7 +6,17 @@ from typing import Annotated
 
 import typer
 
-from toolkit.calibrating import BoundOption, LayerwiseOption, LengthOption, RowsOption, TpOption, bound_of, text_size
+from toolkit.calibrating import (
+    BoundOption,
+    LayerwiseOption,
+    LengthOption,
+    RowsOption,
+    TpOption,
+    bound_of,
+    explain,
+    text_size,
+    with_rows,
+)
 from toolkit.options import ExplainOption, KvOption, ModelArgument, OutOption, RecipeOption
 from toolkit.session import Session, verb
 
@@ -32,7 +42,7 @@ def register(app: typer.Typer) -> None:
         """
         from calib.calibrate import foresee
         from calib.calibrate import quantize as calibrate
-        from calib.recipe import explain, load_recipe
+        from calib.recipe import load_recipe
         from toolkit import making
         from toolkit.job import Calibration
         from toolkit.refs import resolve
@@ -40,9 +50,9 @@ def register(app: typer.Typer) -> None:
         from toolkit.stages import Workshop
         from toolkit.store import RunStore
 
-        chosen, bound = load_recipe(recipe), bound_of(memory)
+        chosen, bound = with_rows(load_recipe(recipe), rows), bound_of(memory)
         rows, length = text_size(chosen, kv_cache, rows, length, data=data, chat=chat)
-        settings = explain(recipe) if explained else []
+        settings = explain(recipe, chosen) if explained else []
         if explained:
             session.say(*recipe_parts(settings))
         with RunStore(session.home.store) as store, session.watch() as watch:

@@ -44,8 +44,8 @@ TraceOption = Annotated[Path | None, _far(help="Replay a trace (JSONL: timestamp
 SloOption = Annotated[str | None, _far(help="Service levels in ms, like ttft=500,tpot=50: gives goodput.")]
 FindRateOption = Annotated[str | None, _far(
     help="Search the highest rate in this range that keeps --slo, like 0.5:20.")]
-WarmupOption = Annotated[int, typer.Option(min=0, help="Rounds (requests of a load) thrown away.")]
-RepeatsOption = Annotated[int, typer.Option(min=1, help="Rounds (runs of a load) measured.")]
+WarmupOption = Annotated[int, typer.Option(min=0, max=10_000, help="Rounds (requests of a load) thrown away.")]
+RepeatsOption = Annotated[int, typer.Option(min=1, max=10_000, help="Rounds (runs of a load) measured.")]
 SeedOption = Annotated[int, typer.Option(min=0)]
 BurstinessOption = Annotated[float, typer.Option(help="Shape of the gaps: 1 Poisson, below burstier.",
                                                  rich_help_panel=_ENDPOINT)]
@@ -138,7 +138,7 @@ def _engine(session: Session, ref: str, out: Path | None, recipe: str | None, kv
     from toolkit import stages
     from toolkit.job import EngineJob, Sweep
     from toolkit.making import engine_of
-    from toolkit.options import parse_cells
+    from toolkit.options import check_cells, parse_cells
     from toolkit.report.judged import sweep_table
     from toolkit.store import RunStore
 
@@ -151,6 +151,7 @@ def _engine(session: Session, ref: str, out: Path | None, recipe: str | None, kv
     with RunStore(session.home.store) as store, session.watch() as watch:
         shop = stages.Workshop(session.home, store, watch, session.offline)
         engine = engine_of(shop, ref, wanted)
+        check_cells(settings.cells, engine.plan.limits)
         if out is None:
             found, artifact = stages.latency(shop, engine, settings, seed, engine.recipe)
         else:
@@ -173,6 +174,7 @@ def _endpoints(session: Session, plan: Any, folder: Path, out: Path | None, key_
 
     if key_env is not None and key_env not in os.environ:
         raise UsageError(f"there is no environment variable {key_env}", "Set it to the API key.")
+    bounds = None if find_rate is None else loading.bounds_of(find_rate)
     if dry_run:
         session.show({"plan": plan.model_dump(mode="json"), "cells": [point.name for point in plan.points()]},
                      [point.name for point in plan.points()], *plan_table(plan))
@@ -180,8 +182,8 @@ def _endpoints(session: Session, plan: Any, folder: Path, out: Path | None, key_
     key = os.environ[key_env] if key_env else None
     with RunStore(session.home.store) as store, session.watch() as watch:
         shop = stages.Workshop(session.home, store, watch, session.offline)
-        if find_rate is not None:
-            _search(session, shop, plan, find_rate, key, watch)
+        if bounds is not None:
+            _search(session, shop, plan, bounds, key, watch)
             return
         done = loading.run_plan(shop, plan, folder, out, key)
     dead = loading.unmeasured([sweep for sweep, _ in done])
@@ -194,14 +196,15 @@ def _endpoints(session: Session, plan: Any, folder: Path, out: Path | None, key_
         raise typer.Exit(3)
 
 
-def _search(session: Session, shop: Workshop, plan: LoadPlan, bounds: str, key: str | None, watch: Report) -> None:
+def _search(session: Session, shop: Workshop, plan: LoadPlan, bounds: tuple[float, float], key: str | None,
+            watch: Report) -> None:
     """The highest rate. Where no load gave a figure, nothing was found out about the endpoint: exit 3."""
     from evals.load_sweep import find_rate
     from toolkit import loading
     from toolkit.report.loads import search_parts
 
     rate, tried = find_rate(plan, plan.targets[0], loading.tokenizer_of(shop, plan.tokenizer),
-                            loading.bounds_of(bounds), key=key, report=watch)
+                            bounds, key=key, report=watch)
     session.show({"rate": rate, "tried": [{"rate": offered, **cell.model_dump(mode="json")}
                                           for offered, cell in tried]}, [f"{rate}"], *search_parts(rate, tried))
     if all(cell.invalid for _, cell in tried):

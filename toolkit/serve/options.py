@@ -11,6 +11,7 @@ from pydantic import Field, field_validator
 
 from calib.scheme import Frozen
 from toolkit.errors import UsageError
+from toolkit.options import LONGEST_S, MOST_QUEUED
 
 ANY_HOST = "*"
 
@@ -33,7 +34,7 @@ class ServeOptions(Frozen):
     model: str = Field(pattern=r"^[^/\s]{1,128}$", description="the model's id in requests; without a slash")
     keys: tuple[ApiKey, ...] = ()
     allowed_hosts: tuple[str, ...] = ()
-    max_queue: int = Field(default=256, ge=0, description="prompts waiting beyond those in a batch; then 429")
+    max_queue: int = Field(default=256, ge=0, le=MOST_QUEUED, description="prompts waiting beyond a batch; then 429")
     max_prompts: int = Field(default=256, ge=1, description="prompts in one request")
     max_n: int = Field(default=16, ge=1, le=128)
     max_body_bytes: int = Field(default=8 * 1024**2, ge=1024)
@@ -41,10 +42,10 @@ class ServeOptions(Frozen):
     max_stop_chars: int = Field(default=1024, ge=1)
     max_prompt_logprobs: int = Field(default=32_768, ge=1, description="prompt rows with log-probabilities a request")
     body_timeout_s: float = Field(default=30.0, gt=0)
-    request_timeout_s: float = Field(default=600.0, gt=0, description="from admission to the last token; then 504")
+    request_timeout_s: float = Field(default=600.0, gt=0, le=LONGEST_S, description="to the last token; then 504")
     write_timeout_s: float = Field(default=60.0, gt=0, description="for a client to take what it was sent")
-    drain_s: float = Field(default=30.0, ge=0, description="for requests under way after SIGTERM")
-    watchdog_s: float = Field(default=60.0, gt=0, description="without a step while requests run; then 503")
+    drain_s: float = Field(default=30.0, ge=0, le=LONGEST_S, description="for requests under way after SIGTERM")
+    watchdog_s: float = Field(default=60.0, gt=0, le=LONGEST_S, description="without a step, then 503")
 
     @field_validator("allowed_hosts")
     @classmethod

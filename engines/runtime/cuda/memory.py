@@ -8,7 +8,7 @@ import torch
 
 from engines.device import Device
 from engines.errors import EngineError
-from engines.plan import MemoryPlan
+from engines.plan import MemoryPlan, check_cap
 
 #: Until it is measured: graphs of all buckets, kernels' code, cuBLAS workspaces.
 GRAPH_ALLOWANCE = 1024**3
@@ -19,8 +19,7 @@ DEFAULT_SHARE = 0.9
 def cap_bytes(asked: int | None, device: Device) -> int:
     """The cap in bytes. EngineError when more is asked for than the card has."""
     total = device.memory_bytes
-    if asked is not None and asked > total:
-        raise EngineError(f"a cap of {asked:,} bytes is more than the {total:,} of {device.name}", "Lower it.")
+    check_cap(asked, device)
     return int(DEFAULT_SHARE * total) if asked is None else asked
 
 
