@@ -22,13 +22,12 @@ from calib.choices import KvChoice
 from calib.config import positions
 from calib.dataset import CalibrationSet, refuse_overlap
 from calib.errors import CalibrationDataError
-from calib.hardware import check_default_device, check_hardware
+from calib.foresee import foresee
 from calib.peak import AnonymousPeak
-from calib.plan import CalibrationPlan, LayerwiseChoice, check_disk, make_plan
+from calib.plan import CalibrationPlan, LayerwiseChoice
 from calib.progress import Progress, Report, silent
 from calib.recipe import Recipe
 from calib.sanity import plain_row
-from calib.source import resolve_model
 from calib.stage import Inspect, Memory, Outcome, Stage
 
 
@@ -66,7 +65,6 @@ def quantize(model: str | Path, recipe: Recipe, out: Path, *, kv_cache: KvChoice
         batches = [plain_row(tokenizer, positions(source.config))]
     else:
         calibration.check_tokenizer(tokenizer)
-        calibration.check_length(positions(source.config))
         refuse_overlap(calibration, choose_texts, "calibration and choose texts")
         batches = calibration.batches(recipe.rows, recipe.seed + seed)
     parents = [] if calibration is None else [calibration.digest]
@@ -91,21 +89,6 @@ def quantize(model: str | Path, recipe: Recipe, out: Path, *, kv_cache: KvChoice
         report(Progress("write", 1, 1, "checkpoint"))
     shutil.rmtree(work, ignore_errors=True)
     return QuantizedCheckpoint.open(writer.path)
-
-
-def foresee(model: str | Path, recipe: Recipe, kv_cache: KvChoice = "bf16", *, out: Path | None = None,
-            length: int = 256, offline: bool = False, tp: int = 1, layerwise: LayerwiseChoice = "auto",
-            memory: int | None = None) -> tuple[CalibrationPlan, QuantizedCheckpoint]:
-    """The plan and the opened model, or whatever ``quantize`` would be refused for before it reads data.
-
-    Cheap: headers only. HardwareError, DiskSpaceError, MissingWeightsError, and the errors of ``make_plan``.
-    """
-    check_hardware(recipe)
-    check_default_device()
-    plan = make_plan(model, recipe, kv_cache, out=out, length=length, offline=offline, tp=tp, layerwise=layerwise,
-                     memory=memory)
-    check_disk(plan)
-    return plan, QuantizedCheckpoint.open(resolve_model(model, offline=offline))
 
 
 def _inputs_key(plan: CalibrationPlan, source: QuantizedCheckpoint, calibration: CalibrationSet | None,

@@ -174,11 +174,12 @@ class CalibrationSet:
             raise CalibrationTextError("the calibration set was made with another model's tokenizer",
                                        "Build it again for this model.")
 
-    def check_length(self, positions: int | None) -> None:
-        """CalibrationTextError when rows are longer than the model has positions: it was never taught what it sees."""
-        if positions is not None and self.tokens.shape[1] > positions:
-            raise CalibrationTextError(f"calibration rows have {self.tokens.shape[1]} tokens, the model knows "
-                                       f"{positions} positions", f"Make rows of at most {positions} tokens (--length).")
+
+def check_length(length: int, positions: int | None) -> None:
+    """CalibrationTextError when rows are longer than the model has positions: it was never taught what it sees."""
+    if positions is not None and length > positions:
+        raise CalibrationTextError(f"calibration rows have {length} tokens, the model knows {positions} positions",
+                                   f"Make rows of at most {positions} tokens (--length).")
 
 
 def pack_texts(texts: Iterable[str], tokenizer: Tokenizer, length: int, rows: int) -> torch.Tensor:

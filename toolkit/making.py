@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from toolkit import stages
 from toolkit.errors import UsageError
+from toolkit.foreseeing import build_with, refuse_for_engine, usual_limits
 from toolkit.job import Calibration, EngineJob, Limits
 from toolkit.refs import ENGINES, Ref, resolve
 from toolkit.stages import Workshop
@@ -15,6 +17,7 @@ if TYPE_CHECKING:
     from calib.checkpoint import QuantizedCheckpoint
     from calib.choices import KvChoice
     from calib.recipe import Recipe
+    from engines.build.builder import Described
     from engines.engine import Engine
     from evals.data import EvalData
 
@@ -56,8 +59,10 @@ def model_folder(shop: Workshop, ref: Ref) -> Path:
     return resolve_model(ref.of_kind("model").path, offline=shop.offline)
 
 
-def checkpoint_of(shop: Workshop, ref: Ref, engine: EngineJob, seed: int = 0) -> QuantizedCheckpoint:
-    """The checkpoint a REF is, or the one a model becomes by a recipe."""
+def checkpoint_of(shop: Workshop, ref: Ref, engine: EngineJob, check: Callable[[Described], None], seed: int = 0
+                  ) -> QuantizedCheckpoint:
+    """The checkpoint a REF is, or the one a model becomes by a recipe. ``check`` is what will be built of it: what that
+    is refused for is said before a model is calibrated."""
     from calib.checkpoint import QuantizedCheckpoint
 
     if ref.kind == "quantized-checkpoint":
@@ -65,12 +70,11 @@ def checkpoint_of(shop: Workshop, ref: Ref, engine: EngineJob, seed: int = 0) ->
     model = model_folder(shop, ref)
     if engine == EngineJob(recipe="bf16"):
         return QuantizedCheckpoint.open(model)
-    from calib.calibrate import foresee
     from calib.recipe import load_recipe
 
-    recipe = load_recipe(engine.recipe)
-    foresee(model, recipe, engine.kv_cache, offline=shop.offline)
-    return stages.checkpoint(shop, material(shop, model, recipe, engine.kv_cache, Calibration(), seed), engine)
+    recipe, settings = load_recipe(engine.recipe), Calibration()
+    refuse_for_engine(model, recipe, engine.kv_cache, check, length=settings.length, offline=shop.offline)
+    return stages.checkpoint(shop, material(shop, model, recipe, engine.kv_cache, settings, seed), engine)
 
 
 def engine_of(shop: Workshop, name: str, engine: EngineJob | None = None, limits: Limits | None = None) -> Engine:
@@ -90,6 +94,6 @@ def engine_of(shop: Workshop, name: str, engine: EngineJob | None = None, limits
     if ref.kind == "quantized-checkpoint" and engine is not None:
         raise UsageError(f"{name} is a checkpoint: its recipe is fixed", "Leave --recipe and --kv-cache out.")
     wanted = engine or EngineJob(recipe="bf16")
-    source = checkpoint_of(shop, ref, wanted)
+    source = checkpoint_of(shop, ref, wanted, build_with(limits))
     label = stages.label_of(wanted) if ref.kind == "model" else "engine"
-    return stages.engine(shop, source, limits or Limits(), label)
+    return stages.engine(shop, source, limits or usual_limits(source.config), label)

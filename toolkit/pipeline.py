@@ -23,6 +23,7 @@ from evals.data import EvalData
 from evals.policy import Policy, load_policy
 from evals.report import Estimate, Row, Verdict
 from toolkit import stages
+from toolkit.foreseeing import build_with, refuse_for_engine
 from toolkit.job import REFERENCE, EngineJob, Job, inside, model_of
 from toolkit.rows import make_row
 from toolkit.stages import Material, Workshop
@@ -67,14 +68,15 @@ def prepare(shop: Workshop, job: Job, folder: Path) -> Plan:
     from calib.source import resolve_model
     from engines.device import detect
 
-    for engine in job.engines:
-        load_recipe(engine.recipe)
+    recipes = [load_recipe(engine.recipe) for engine in job.engines]
     policy = load_policy(inside(job.policy, folder, shop.home.path))
     data, choose, evaluation = (EvalData.load(inside(name, folder, shop.home.data)) for name in
                                 (job.calibration.data, job.calibration.choose, job.evaluation.data))
     for task in job.evaluation.tasks:
         evaluation.task(task)
     model = resolve_model(model_of(job, folder, shop.home), offline=shop.offline)
+    for engine, recipe in zip(job.engines, recipes, strict=True):
+        refuse_for_engine(model, recipe, engine.kv_cache, build_with(job.limits), length=job.calibration.length)
     digest = stages.model_digest(model)
     facts = {"model": model.name, "model_digest": digest, "device": str(detect(job.limits.device)),
              "evaluation": f"{job.evaluation.texts} texts, {job.evaluation.items or 'all'} questions of each of "

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tiny_llamas import byte_tokenizer, sentences, write_jsonl
 
-from calib.dataset import CalibrationSet, CalibrationTextError, overlap, pack_texts, refuse_overlap
+from calib.dataset import CalibrationSet, CalibrationTextError, check_length, overlap, pack_texts, refuse_overlap
 from calib.text import Tokenizer
 
 
@@ -102,16 +102,17 @@ def test_packing_choose_texts(tokenizer):
         pack_texts(["ab"], tokenizer, 64, 2)
 
 
-def test_rows_longer_than_the_models_positions_are_refused(calibration):
+def test_rows_longer_than_the_models_positions_are_refused():
     from calib.config import positions
-    assert calibration.tokens.shape[1] == 64
-    calibration.check_length(64)
-    calibration.check_length(None)
+    check_length(64, 64)
+    check_length(64, None)
     with pytest.raises(CalibrationTextError, match="64 tokens, the model knows 63"):
-        calibration.check_length(63)
+        check_length(64, 63)
     assert positions({}) is None
     assert positions({"max_position_embeddings": 64}) == 64
     stretched = {"max_position_embeddings": 64, "rope_parameters": {"rope_type": "yarn", "factor": 4.0}}
     assert positions(stretched) == 256
+    written_out = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    assert positions({"max_position_embeddings": 64, "rope_parameters": written_out}) == 64
     reached = {"max_position_embeddings": 64, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}
     assert positions(reached) == 64
