@@ -44,6 +44,7 @@ from calib.random_model import Shape, calibration_set, sentences, write_model
 from calib.recipe import load_recipe
 from calib.rehearsal import estimate
 from evals.bench import BenchCell, cell_of, commit, device_name, table, write_cells
+from toolkit import foreseeing
 
 SHAPES = {"small": Shape(hidden=512, inter=1536, layers=12, heads=8, kv_heads=4, vocab=8192),
           "medium": Shape(hidden=1024, inter=2816, layers=14, heads=16, kv_heads=4, vocab=16384),
@@ -139,7 +140,7 @@ def known_rows(recipes: list[str]) -> list[list[str]]:
                 place.mkdir()
                 (place / "config.json").write_text(json.dumps(config))
                 try:
-                    plan = make_plan(place, load_recipe(recipe), memory=16 * 10**9, tp=2)
+                    plan = foreseeing.planned(make_plan(place, load_recipe(recipe), memory=16 * 10**9, tp=2), config)
                 except ToolkitError as error:
                     rows.append([name, "–", error.message.replace(str(place), name), "", "", "", ""])
                     break
@@ -198,7 +199,8 @@ This page is written by `python -m benchmarks.plans`.
   size that can still be cut over N devices, and refuses a cut through a group, a tile or a head, with what would
   fit.
 - **Disk** is exact: names, dtypes and shapes of every tensor follow from the plan, and with them the files, headers
-  and all (`calib/sizes.py`). With `protect` it is the least: layers that stay in 16 bits come on top.
+  and all (`calib/sizes.py`). With `protect` it is the least: layers that stay in 16 bits come on top, and which
+  those are `quantize` measures.
 - **Time and memory** are measured when `--rehearse` asks for it: the recipe is rehearsed on small random models in
   a fresh process, once for a recipe, its settings, this machine and these versions (`calib/rehearsal.py`; kept in
   home): seconds once, per layer, per weight and per element of the head. The machine's other work at that time is
@@ -210,7 +212,10 @@ This page is written by `python -m benchmarks.plans`.
   text through all layers once per candidate. What lies in the work folder is hashed tensor by tensor; a damaged one
   is begun anew. `protect` and a quantized `lm_head` need the whole model; the plan
   says so.
-- **Who loads it**, from which version, and by which source.
+- **Who loads it**, from which version, and by which source. This toolkit's row is the answer of its engine builder,
+  asked with the model's config.json and every scheme of the plan: on which kind of device an engine runs the result,
+  and why not on the other. Where none does, a warning says so here and before `quantize` begins; what is asked for an
+  engine (`build`, `generate`, `serve`, `run`) is refused then, also for its limits, before anything is calibrated.
 """
 
 

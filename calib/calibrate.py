@@ -20,16 +20,14 @@ from calib.artifact_writer import ArtifactWriter
 from calib.checkpoint import FORMAT, KIND, QuantizedCheckpoint
 from calib.choices import KvChoice
 from calib.config import positions
-from calib.dataset import CalibrationSet, check_row_length, refuse_overlap
+from calib.dataset import CalibrationSet, refuse_overlap
 from calib.errors import CalibrationDataError
-from calib.estimates import check_bound
-from calib.hardware import check_default_device, check_hardware
+from calib.foresee import check_memory, foresee
 from calib.peak import AnonymousPeak
-from calib.plan import CalibrationPlan, LayerwiseChoice, check_disk, layerwise_obstacle, make_plan
+from calib.plan import CalibrationPlan, LayerwiseChoice
 from calib.progress import Progress, Report, silent
 from calib.recipe import Recipe
 from calib.sanity import plain_row
-from calib.source import resolve_model
 from calib.stage import Inspect, Memory, Outcome, Stage
 
 
@@ -93,34 +91,6 @@ def quantize(model: str | Path, recipe: Recipe, out: Path, *, kv_cache: KvChoice
         report(Progress("write", 1, 1, "checkpoint"))
     shutil.rmtree(work, ignore_errors=True)
     return QuantizedCheckpoint.open(writer.path)
-
-
-def foresee(model: str | Path, recipe: Recipe, kv_cache: KvChoice = "bf16", *, out: Path | None = None,
-            length: int | None = None, offline: bool = False, tp: int = 1, layerwise: LayerwiseChoice = "auto",
-            memory: int | None = None) -> tuple[CalibrationPlan, QuantizedCheckpoint]:
-    """The plan and the opened model, or whatever ``quantize`` would be refused for before it reads data.
-
-    Cheap: headers only. HardwareError, DiskSpaceError, MemoryBoundError, MissingWeightsError, CalibrationTextError for
-    rows (``length`` tokens) beyond the model's positions, and the errors of ``make_plan``.
-    """
-    check_hardware(recipe)
-    check_default_device()
-    plan = make_plan(model, recipe, kv_cache, out=out, offline=offline, tp=tp, layerwise=layerwise, memory=memory,
-                     **({} if length is None else {"length": length}))
-    source = QuantizedCheckpoint.open(resolve_model(model, offline=offline))
-    if length is not None and recipe.needs_data(kv_cache):
-        check_row_length(length, positions(source.config))
-    check_disk(plan)
-    check_memory(plan, asked=memory is not None)
-    return plan, source
-
-
-def check_memory(plan: CalibrationPlan, *, asked: bool) -> str:
-    """A warning, or MemoryBoundError, where even the way that ``plan`` goes needs more than its bound."""
-    way = "layer by layer" if plan.layerwise else "the whole model at once"
-    other = not plan.layerwise and not layerwise_obstacle(plan.recipe) and plan.recipe.method != "none"
-    return check_bound(plan.memory_bytes, plan.memory_bound_bytes, asked=asked, way=way,
-                       remedy="Go layer by layer (--layerwise on). " if other else "")
 
 
 def _inputs_key(plan: CalibrationPlan, source: QuantizedCheckpoint, calibration: CalibrationSet | None,

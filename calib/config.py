@@ -41,13 +41,18 @@ def read_config(folder: Path) -> dict[str, Any]:
 def positions(config: Mapping[str, Any]) -> int | None:
     """Tokens of a text that the model knows positions for; None where config.json does not say.
 
-    Rotary positions that are stretched (linear, dynamic, yarn) reach ``factor`` times as far as what is written.
+    Rotary positions that are stretched (linear, dynamic, yarn) reach ``factor`` times as far as what is written; yarn
+    as far as its original length says, where that is there.
     """
     most = config.get("max_position_embeddings")
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = rope.get("rope_type") or rope.get("type")
     factor = rope.get("factor") if kind in ("linear", "dynamic", "yarn") else None
-    return None if most is None else int(most * max(1.0, factor if isinstance(factor, int | float) else 1.0))
+    if most is None:
+        return None
+    original = rope.get("original_max_position_embeddings") if kind == "yarn" else None
+    base = original if isinstance(original, int | float) and original > 0 else most
+    return max(int(most), int(base * (factor if isinstance(factor, int | float) else 1.0)))
 
 
 def check_config(config: Mapping[str, Any], where: str) -> None:

@@ -1,7 +1,9 @@
-"""Who will load what a calibration writes: runtime by runtime, from which version, and by which source.
+"""Which other runtimes will load what a calibration writes, from which version, and by which source.
 
-Only this toolkit's own loader was run (its tests do). The others' answers are from reading their loaders (mid-2026) and
-documents; ``source`` names which. A version is given where a source gives one.
+Nothing here was run: the answers are from reading the runtimes' loaders (mid-2026) and documents; ``source`` names
+which. A version is given where a source gives one. They are about layout and grids, not about the model: what a runtime
+makes of an architecture's settings is its own business. This toolkit's row is not known here either: its engines are
+asked (``toolkit/foreseeing.py``).
 """
 
 from __future__ import annotations
@@ -14,6 +16,11 @@ _VLLM_MODELOPT = "vllm model_executor/layers/quantization/modelopt.py"
 _VLLM_CT = "vllm model_executor/layers/quantization/compressed_tensors"
 _SGLANG_CT = "sglang srt/layers/quantization/compressed_tensors"
 _TRT = "TensorRT-LLM _torch/model_config.py, _torch/modules/linear.py"
+#: A weight's dtype -> who shares a scale, and the activations beside it, of which any source speaks.
+_SPOKEN_OF: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "bf16": (("tensor",), ()), "fp8_e4m3": (("tensor", "channel", "block"), ("fp8_e4m3",)),
+    "int8": (("tensor", "channel", "group"), ("int8",)), "int4": (("channel", "group"), ("int8", "fp8_e4m3")),
+    "nvfp4": (("group",), ("nvfp4",)), "mxfp8": (("group",), ("mxfp8",))}
 
 
 class Loader(Frozen):
@@ -100,10 +107,22 @@ def _mixed_groups(scheme: Scheme) -> bool:
 def loaders(layout: LayoutName, scheme: Scheme | None, *, raised: bool = False) -> tuple[Loader, ...]:
     """Who loads a checkpoint of ``layout`` whose modules have ``scheme`` (None: unquantized weights), some of them
     ``raised`` to eight bits."""
-    ours = Loader(runtime="this toolkit", loads=scheme is None or scheme.weight.dtype not in ("nvfp4", "mxfp8"),
-                  source="tests/engines")
     others = (_transformers(layout), _vllm(layout, scheme), _sglang(layout, scheme), _tensorrt(layout, scheme))
-    return ours, *(_doubtful(other, layout) if raised and other.loads else other for other in others)
+    if scheme is not None and not _usual(scheme):
+        return tuple(_unknown(other) if other.loads else other for other in others)
+    return tuple(_doubtful(other, layout) if raised and other.loads else other for other in others)
+
+
+def _usual(scheme: Scheme) -> bool:
+    """Whether the sources speak of such weights, and of such activations beside them."""
+    weight, activation = scheme.weight, scheme.activation
+    shared, beside = _SPOKEN_OF[weight.dtype]
+    return weight.granularity.kind in shared and (activation is None or activation.dtype in beside)
+
+
+def _unknown(loader: Loader) -> Loader:
+    return Loader(runtime=loader.runtime, loads=False, note="no kernel known for this pair of grids",
+                  source=loader.source)
 
 
 def _doubtful(loader: Loader, layout: LayoutName) -> Loader:

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Literal
 
 from calib.choices import KvChoice
+from calib.config import positions
 from calib.coverage import ModulePlan, check_fused, group_size_of, matched_modules, other_modules
+from calib.dataset import check_row_length
 from calib.errors import ENVIRONMENT, CalibError
 from calib.estimates import MIB, Sizes, free_bytes, memory_bound, working_bytes
 from calib.formats.hf import MissingWeightsError
@@ -30,6 +32,8 @@ from calib.source import resolve_model, source_grid_of
 from calib.text import Tokenizer, check_vocabulary
 
 LayerwiseChoice = Literal["auto", "on", "off"]
+#: Tokens of a calibration row where nothing else is said.
+LENGTH = 256
 KV_GRIDS: dict[str, Grid] = {"bf16": BF16, "fp8": Grid(dtype="fp8_e4m3"), "int8": Grid(dtype="int8")}
 
 
@@ -105,16 +109,17 @@ class CalibrationPlan(Frozen):
 
 
 def make_plan(model: str | Path, recipe: Recipe, kv_cache: KvChoice = "bf16", *, out: Path | None = None,
-              length: int = 256, offline: bool = False, tp: int = 1, layerwise: LayerwiseChoice = "auto",
+              length: int | None = None, offline: bool = False, tp: int = 1, layerwise: LayerwiseChoice = "auto",
               memory: int | None = None) -> CalibrationPlan:
     """Plan ``recipe`` for a model folder, with or without its weights. Nothing is written; no weight is read.
 
-    ``out`` adds the free disk space; ``length`` is the calibration rows' length in tokens; ``tp`` chooses a group size
-    that can be cut over so many devices; above ``memory`` bytes (by default a share of what is free) calibration goes
-    layer by layer, unless ``layerwise`` says "on" or "off".
+    ``out`` adds the free disk space; ``length`` is the calibration rows' length in tokens (by default 256, or all that
+    the model has positions for); ``tp`` chooses a group size that can be cut over so many devices; above ``memory``
+    bytes (by default a share of what is free) calibration goes layer by layer, unless ``layerwise`` says "on" or "off".
     CalibError: an unsupported architecture (with the supported ones), a group size that fits nothing (with the module),
     a pattern of ``keep`` that matches nothing, weights that are missing or already quantized, another model's
-    tokenizer, a cut through a group (ShardingError), a recipe that cannot go layer by layer and was asked to.
+    tokenizer, a cut through a group (ShardingError), a recipe that cannot go layer by layer and was asked to, rows that
+    are longer than the model has positions, ``protect`` that leaves no layer.
     """
     folder = resolve_model(model, offline=offline)
     outline = outline_of(folder)
@@ -124,6 +129,11 @@ def make_plan(model: str | Path, recipe: Recipe, kv_cache: KvChoice = "bf16", *,
         check_vocabulary(Tokenizer.open(folder), config["vocab_size"])
     check_heads(config, tp)
     shapes = _linear_shapes(outline, family)
+    _check_protect(recipe, layers)
+    known = positions(config)
+    if length is not None and recipe.needs_data(kv_cache):  # one that reads no text has no rows
+        check_row_length(length, known)
+    length = length or min(LENGTH, known or LENGTH)
     group, kv = group_size_of(recipe, shapes, tp), _kv_grid(kv_cache)
     modules = (*matched_modules(recipe, shapes, group, kv), *other_modules(outline.shapes, config, recipe, kv))
     check_fused(family, modules, layers)
@@ -160,6 +170,13 @@ def layerwise_obstacle(recipe: Recipe) -> str:
     if recipe.protect:
         return "protect measures the whole model's loss once for each layer"
     return "a quantized lm_head lies in no layer" if recipe.lm_head else ""
+
+
+def _check_protect(recipe: Recipe, layers: int) -> None:
+    if recipe.protect >= layers:
+        raise CalibError(f"recipe {recipe.name} protects {recipe.protect} layers, and the model has {layers}: none is "
+                         "left to quantize", "Leave protect out." if layers == 1 else
+                         f"Protect at most {layers - 1}, or use the recipe bf16.")
 
 
 def _by_layer(wanted: str, recipe: Recipe, kv: Grid, bound: int | None, whole: int) -> tuple[bool, str]:
@@ -244,7 +261,7 @@ def _warnings(recipe: Recipe, group: int | None, source_grid: str | None, module
         found.append(f"the head is untied from the embedding: the checkpoint grows by {extra / 1e6:.1f} MB, "
                      f"a decode step reads {2 * math.prod(head.shape) / 1e6 - extra / 1e6:.1f} MB less")
     if recipe.weight.granularity.kind == "block" and (odd := _not_whole_tiles(recipe, modules)):
-        found.append(f"{odd} is not made of whole tiles: vLLM and SGLang refuse that, this toolkit loads it")
+        found.append(f"{odd} is not made of whole tiles: vLLM and SGLang refuse that")
     if group is not None and group != recipe.group_sizes[0]:
         found.append(f"group size {group} instead of {recipe.group_sizes[0]}: it divides every input")
     if source_grid is not None:

@@ -63,6 +63,8 @@ def check_method(recipe: _Settings) -> None:
     if method == "none" and (activation or recipe.protect or recipe.keep or recipe.lm_head):
         raise ValueError("activation, keep, protect and lm_head have no effect when weights are not quantized")
     _check_raised(recipe)
+    if weight.granularity.kind == "token":
+        raise ValueError(f"weights {weight}: a weight has no tokens; scales are per tensor, channel, group or block")
     if method in ("max", "smooth") and not weight.symmetric:
         raise ValueError(f"weights {weight}: method {method!r} makes symmetric grids; zero points need awq or gptq")
     if weight.granularity.kind == "block" and (method != "max" or weight.dtype != "fp8_e4m3"):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from toolkit import stages
 from toolkit.errors import UsageError
+from toolkit.foreseeing import build_with, refuse_for_engine
 from toolkit.job import Calibration, EngineJob, Limits
 from toolkit.refs import ENGINES, Ref, resolve
 from toolkit.stages import Workshop
@@ -16,8 +17,8 @@ if TYPE_CHECKING:
     from calib.checkpoint import QuantizedCheckpoint
     from calib.choices import KvChoice
     from calib.recipe import Recipe
+    from engines.build.builder import Described
     from engines.engine import Engine
-    from engines.plan import EngineSpec
     from evals.data import EvalData
 
 
@@ -58,8 +59,10 @@ def model_folder(shop: Workshop, ref: Ref) -> Path:
     return resolve_model(ref.of_kind("model").path, offline=shop.offline)
 
 
-def checkpoint_of(shop: Workshop, ref: Ref, engine: EngineJob, seed: int = 0) -> QuantizedCheckpoint:
-    """The checkpoint a REF is, or the one a model becomes by a recipe."""
+def checkpoint_of(shop: Workshop, ref: Ref, engine: EngineJob, check: Callable[[Described], None], seed: int = 0
+                  ) -> QuantizedCheckpoint:
+    """The checkpoint a REF is, or the one a model becomes by a recipe. ``check`` is what will be built of it: what that
+    is refused for is said before a model is calibrated."""
     from calib.checkpoint import QuantizedCheckpoint
 
     if ref.kind == "quantized-checkpoint":
@@ -67,7 +70,6 @@ def checkpoint_of(shop: Workshop, ref: Ref, engine: EngineJob, seed: int = 0) ->
     model = model_folder(shop, ref)
     if engine == EngineJob(recipe="bf16"):
         return QuantizedCheckpoint.open(model)
-    from calib.calibrate import foresee
     from calib.config import positions, read_config
     from calib.recipe import load_recipe
 
@@ -75,27 +77,8 @@ def checkpoint_of(shop: Workshop, ref: Ref, engine: EngineJob, seed: int = 0) ->
     length = min(usual.length, positions(read_config(model)) or usual.length)
     # Nobody said how much text: as many rows as the recipe asks for, as long as the model reads.
     settings = usual.model_copy(update={"rows": max(usual.rows, recipe.rows), "length": length})
-    foresee(model, recipe, engine.kv_cache, length=length, offline=shop.offline)
+    refuse_for_engine(model, recipe, engine.kv_cache, check, length=length, offline=shop.offline)
     return stages.checkpoint(shop, material(shop, model, recipe, engine.kv_cache, settings, seed), engine)
-
-
-def foresee_engine(shop: Workshop, ref: Ref, engine: EngineJob, spec: Callable[[Mapping[str, Any]], EngineSpec],
-                   target: str | None = None) -> None:
-    """Refuse, before anything is calibrated, an engine that could not be built of the model or checkpoint at ``ref``.
-
-    ``spec`` makes of config.json what is asked of the engine; ``target``: the device, where it is not here.
-    """
-    from calib.checkpoint import QuantizedCheckpoint
-    from calib.config import read_config
-    from calib.plan import KV_GRIDS
-    from engines.build.foresee import foresee
-
-    if ref.kind == "model":
-        config, kv = read_config(model_folder(shop, ref)), KV_GRIDS[engine.kv_cache]
-    else:
-        made = QuantizedCheckpoint.open(ref.path)
-        config, kv = made.config, made.kv
-    foresee(config, kv, spec(config), target)
 
 
 def engine_of(shop: Workshop, name: str, engine: EngineJob | None = None, limits: Limits | None = None) -> Engine:
@@ -116,7 +99,6 @@ def engine_of(shop: Workshop, name: str, engine: EngineJob | None = None, limits
     if ref.kind == "quantized-checkpoint" and engine is not None:
         raise UsageError(f"{name} is a checkpoint: its recipe is fixed", "Leave --recipe and --kv-cache out.")
     wanted, limits = engine or EngineJob(recipe="bf16"), limits or Limits()
-    foresee_engine(shop, ref, wanted, limits.spec)
-    source = checkpoint_of(shop, ref, wanted)
+    source = checkpoint_of(shop, ref, wanted, build_with(limits))
     label = stages.label_of(wanted) if ref.kind == "model" else "engine"
     return stages.engine(shop, source, limits, label)

@@ -24,6 +24,7 @@ from evals.policy import Policy, load_policy
 from evals.report import Estimate, Row, Verdict
 from toolkit import stages
 from toolkit.errors import JobError
+from toolkit.foreseeing import build_with, refuse_for_engine
 from toolkit.job import REFERENCE, EngineJob, Job, inside, model_of
 from toolkit.rows import make_row
 from toolkit.stages import Material, Workshop
@@ -64,19 +65,22 @@ class Plan:
 
 def prepare(shop: Workshop, job: Job, folder: Path) -> Plan:
     """Resolve and open everything the job names, before anything runs. ``folder``: where the job file lies."""
+    from calib.config import read_config
     from calib.recipe import load_recipe
     from calib.source import resolve_model
     from engines.device import detect
 
-    for engine in job.engines:
-        load_recipe(engine.recipe)
+    recipes = [load_recipe(engine.recipe) for engine in job.engines]
     policy = load_policy(inside(job.policy, folder, shop.home.path))
     data, choose, evaluation = (EvalData.load(inside(name, folder, shop.home.data)) for name in
                                 (job.calibration.data, job.calibration.choose, job.evaluation.data))
     for task in job.evaluation.tasks:
         evaluation.task(task)
     model = resolve_model(model_of(job, folder, shop.home), offline=shop.offline)
-    _foresee(job, model)
+    for engine, recipe in zip(job.engines, recipes, strict=True):
+        refuse_for_engine(model, recipe, engine.kv_cache, build_with(job.limits), length=job.calibration.length)
+    if fault := job.too_long(job.limits.spec(read_config(model)).max_seq_len or 0):
+        raise JobError(f"{fault}, all positions that {model.name} has", "Ask for shorter ones, or another model.")
     digest = stages.model_digest(model)
     facts = {"model": model.name, "model_digest": digest, "device": str(detect(job.limits.device)),
              "evaluation": f"{job.evaluation.texts} texts, {job.evaluation.items or 'all'} questions of each of "
@@ -90,20 +94,6 @@ def prepare(shop: Workshop, job: Job, folder: Path) -> Plan:
              "margin": policy.delta_nll.margin if policy.delta_nll else None,
              "seed": job.seed, "versions": installed_versions()}
     return Plan(job, model, digest, data, choose, evaluation, policy, facts)
-
-
-def _foresee(job: Job, model: Path) -> None:
-    """Refuse limits that this model cannot have, before it is calibrated."""
-    from calib.config import read_config
-    from calib.plan import KV_GRIDS
-    from engines.build.foresee import foresee
-
-    config = read_config(model)
-    spec = job.limits.spec(config)
-    for engine in job.engines:
-        foresee(config, KV_GRIDS[engine.kv_cache], spec)
-    if fault := job.too_long(spec.max_seq_len or 0):
-        raise JobError(f"{fault}, all positions that {model.name} has", "Ask for shorter ones, or another model.")
 
 
 class _Steps:

@@ -2,14 +2,16 @@
 
     facts and schemes -> Program -> fuse -> tune (which operator) -> Plan -> weights (renamed, fused, packed) -> Engine
 
-Everything that can be refused is refused before the first weight is read.
+Everything that can be refused is refused before the first weight is read; and since config.json and schemes are enough
+for it, also before a checkpoint is there: ``check_runs`` says what no limits can mend, ``foresee`` what a build with
+these limits on this device would say.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,8 +22,8 @@ from calib.artifact_writer import ArtifactWriter
 from calib.progress import Progress, Report, silent
 from calib.scheme import Frozen, Grid, Scheme
 from calib.text import Tokenizer, check_vocabulary
-from engines.build.foresee import check_room
 from engines.build.impls import check_schemes
+from engines.build.room import check_room
 from engines.build.weights import Pack, activation_keys, pack_portable, write_weights
 from engines.device import Device, detect
 from engines.engine import FORMAT, KIND, TIMINGS, TOKENIZER, Engine, EngineRecord
@@ -77,11 +79,31 @@ def is_emulated(schemes: dict[str, Scheme], kv: Grid, device: Device) -> bool:
     return any(grid.dtype == "fp8_e4m3" for grid in grids)
 
 
+def check_runs(config: Mapping[str, Any], schemes: Mapping[str, Scheme], kv: Grid, device: Device) -> None:
+    """EngineError where no engine on a device of that kind runs a model in these schemes, whatever its limits."""
+    check_schemes(schemes, kv, "cuda" if device.runs_triton else "cpu")
+    program = fused_program(config, schemes, activation_keys((), schemes))[2]
+    if device.runs_triton:
+        from engines.build.plan_gpu import check_linears  # Triton is an optional dependency
+
+        check_linears(program, device)
+
+
+def foresee(checkpoint: Described, spec: EngineSpec) -> None:
+    """Whatever ``build`` would refuse here, of a checkpoint whose weights need not be there yet.
+
+    Static activation scales, which nobody knows yet, are taken as equal: they decide what is stacked, not what runs.
+    """
+    device = detect(spec.device)
+    check_runs(checkpoint.config, checkpoint.schemes, checkpoint.kv, device)
+    plan_on(device, checkpoint, activation_keys((), checkpoint.schemes), spec.model_copy(update={"tune": "none"}))
+
+
 def plan_for(checkpoint: Source, spec: EngineSpec, tuning: Path | None = None, report: Report = silent
              ) -> tuple[Plan, tuple[Frozen, ...]]:
     """The Plan of a checkpoint for this machine, and the timings behind it. Nothing is written but the tuning cache."""
     device = detect(spec.device)
-    check_schemes(checkpoint.schemes, checkpoint.kv, "cuda" if device.runs_triton else "cpu")
+    check_runs(checkpoint.config, checkpoint.schemes, checkpoint.kv, device)
     return plan_on(device, checkpoint, activation_keys(checkpoint.tensors(), checkpoint.schemes), spec, tuning, report)
 
 

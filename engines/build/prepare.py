@@ -35,21 +35,23 @@ from calib.scheme import Frozen, Grid, Scheme
 from calib.text import Tokenizer
 from engines.build.builder import (
     BuildEvidence,
+    Described,
     Source,
+    check_runs,
     checked_program,
     compile_kernels,
     is_emulated,
     packer_of,
     plan_on,
 )
-from engines.build.foresee import check_room
-from engines.build.impls import check_schemes
+from engines.build.room import check_room
 from engines.build.weights import activation_keys, write_weights
 from engines.device import Device, NoDeviceError, detect, nominal
 from engines.engine import FORMAT as ENGINE_FORMAT
 from engines.engine import KIND as ENGINE_KIND
 from engines.engine import TIMINGS, TOKENIZER, Engine, EngineRecord, record_of
 from engines.errors import EngineError, EngineMismatchError
+from engines.models.decoder import ActivationKeys
 from engines.models.families import model_facts
 from engines.parallel.mesh import Mesh
 from engines.plan import EngineSpec, check_spec
@@ -109,14 +111,8 @@ class Prepared:
         return Tokenizer.open(self.artifact.path / TOKENIZER)
 
 
-def prepare(checkpoint: Source, spec: EngineSpec, target: str, out: Path | str, report: Report = silent) -> Prepared:
-    """Pack a checkpoint for ``target`` at ``out``. EngineError says what no such device can do; nothing is timed."""
-    device = nominal(target)
-    place = ArtifactWriter(out, KIND, FORMAT, [checkpoint.digest])
-    place.refuse_place()
-    spec = spec.model_copy(update={"device": device.kind})
-    check_schemes(checkpoint.schemes, checkpoint.kv, "cuda" if device.runs_triton else "cpu")
-    keys = activation_keys(checkpoint.tensors(), checkpoint.schemes)
+def _target_program(checkpoint: Described, keys: ActivationKeys, spec: EngineSpec, device: Device) -> Program:
+    """The fused program; refused where such a device cannot take it."""
     program = checked_program(checkpoint, keys, spec)
     if device.runs_triton:
         from engines.build.plan_gpu import check_gpu, check_linears  # Triton is an optional dependency
@@ -126,6 +122,26 @@ def prepare(checkpoint: Source, spec: EngineSpec, target: str, out: Path | str, 
     else:
         check_spec(spec)
     check_room(spec, model_facts(checkpoint.config), checkpoint.kv, device, program, here=False)
+    return program
+
+
+def foresee(checkpoint: Described, spec: EngineSpec, target: str) -> None:
+    """Whatever ``prepare`` would refuse, of a checkpoint whose weights need not be there yet."""
+    device = nominal(target)
+    check_runs(checkpoint.config, checkpoint.schemes, checkpoint.kv, device)
+    _target_program(checkpoint, activation_keys((), checkpoint.schemes),
+                    spec.model_copy(update={"device": device.kind}), device)
+
+
+def prepare(checkpoint: Source, spec: EngineSpec, target: str, out: Path | str, report: Report = silent) -> Prepared:
+    """Pack a checkpoint for ``target`` at ``out``. EngineError says what no such device can do; nothing is timed."""
+    device = nominal(target)
+    place = ArtifactWriter(out, KIND, FORMAT, [checkpoint.digest])
+    place.refuse_place()
+    spec = spec.model_copy(update={"device": device.kind})
+    check_runs(checkpoint.config, checkpoint.schemes, checkpoint.kv, device)
+    keys = activation_keys(checkpoint.tensors(), checkpoint.schemes)
+    program = _target_program(checkpoint, keys, spec, device)
     record = PreparedRecord(target=target, spec=spec, program=program, config=checkpoint.config,
                             schemes=checkpoint.schemes, kv=checkpoint.kv, activation_keys=keys,
                             recipe=checkpoint.recipe, source_grid=checkpoint.source_grid)

@@ -21,7 +21,8 @@ program that arrives last (``MERGE`` 1: a counter per (sequence, kv head), reset
 
 **8-bit KV** is converted to fp16 in registers (exact); k_scale multiplies the scores, v_scale the output. V lies with a
 block's keys adjacent, as the matrix unit wants them. **Output** may leave quantized: fp8 with a static scale, or groups
-that divide head_dim; per-token modes take ``quantize.launch`` afterwards. seq_len 0 (a padded row) gives zeros. Cache layout: ``rope_kv`` docstring.
+that divide head_dim; per-token modes take ``quantize.launch`` afterwards. seq_len 0 (a padded row) gives zeros. Cache
+layout: ``rope_kv`` docstring.
 """
 
 from __future__ import annotations

@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from pydantic import ValidationError
+
 from calib.errors import UnknownNameError
+from calib.faults import fault_words
 from engines.errors import EngineError
+from engines.models.checks import check_facts
 from engines.models.facts import ModelFacts
 from engines.models.gemma import gemma2_facts, gemma3_facts
 from engines.models.llama import llama_facts
@@ -20,12 +24,30 @@ FAMILIES: dict[str, Callable[[Mapping[str, Any]], ModelFacts]] = {
     "Phi3ForCausalLM": phi3_facts}
 
 
+#: Facts whose key in config.json has another name.
+_KEYS = {"windows": "sliding_window", "attention_softcap": "attn_logit_softcapping", "norm_eps": "rms_norm_eps",
+         "logit_softcap": "final_logit_softcapping", "attention_scale": "query_pre_attn_scalar",
+         "max_position": "max_position_embeddings"}
+
+
 def model_facts(config: Mapping[str, Any]) -> ModelFacts:
-    """Facts of any supported architecture; UnknownNameError lists the supported ones."""
+    """Facts of any supported architecture; UnknownNameError lists the supported ones.
+
+    EngineError names a setting that no engine computes, or a value that nothing can be computed with.
+    """
     names = config.get("architectures") or [f"model_type {config.get('model_type')!r}"]
     if names[0] not in FAMILIES:
         raise UnknownNameError("architecture", names[0], FAMILIES)
+    hint = "Correct it in config.json, or copy the model folder again."
     try:
-        return FAMILIES[names[0]](config)
+        facts = FAMILIES[names[0]](config)
     except KeyError as error:
         raise EngineError(f"config.json has no {error.args[0]!r}", "Copy the model folder again.") from error
+    except ValidationError as error:
+        fault = error.errors()[0]
+        place = [_KEYS.get(str(part), str(part)) for part in fault["loc"] if isinstance(part, str)]
+        raise EngineError(f"config.json: {' '.join([*place, fault_words(fault)])}", hint) from error
+    except (ArithmeticError, TypeError, ValueError) as error:
+        raise EngineError(f"config.json describes no model that can be computed: {error}", hint) from error
+    check_facts(facts)
+    return facts

@@ -23,13 +23,16 @@ def _gemma(config: Mapping[str, Any], family: str, rope: RopeFacts, sliding: lis
     if config.get("use_bidirectional_attention"):
         raise EngineError("bidirectional attention makes an encoder, which is not supported",
                           "Supported: causal text models.")
-    bias = config.get("attention_bias", False)
+    bias, scalar = config.get("attention_bias", False), config.get("query_pre_attn_scalar", 256)
+    if not scalar > 0:
+        raise EngineError(f"config.json: query_pre_attn_scalar is {scalar!r}, not a number above 0",
+                          "Scores are divided by its root; correct it in config.json.")
     return plain_facts(
         config, family, rope=rope, head_dim=config.get("head_dim") or 256, qkv_bias=bias, output_bias=bias,
         activation=activation_of(family, config.get("hidden_activation") or "gelu_pytorch_tanh", "gelu_tanh"),
         windows=layer_windows(config, config.get("sliding_window", 4096), sliding), norm_offset=1.0, post_norms=True,
         embedding_scale=math.sqrt(config["hidden_size"]), tied_embeddings=config.get("tie_word_embeddings", True),
-        attention_scale=config.get("query_pre_attn_scalar", 256) ** -0.5, **changes)
+        attention_scale=scalar ** -0.5, **changes)
 
 
 def gemma2_facts(config: Mapping[str, Any]) -> ModelFacts:

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from engines.errors import EngineError
+from engines.models.checks import checked_window
 from engines.models.facts import Activation, ModelFacts
 from engines.models.rope import RopeFacts, rope_facts
 
@@ -49,9 +50,11 @@ def layer_windows(config: Mapping[str, Any], window: int | None, default: list[b
         if name not in known:
             raise EngineError(f"a layer of type {name!r} is not supported", f"Supported: {', '.join(known)}.")
     sliding = [known[name] for name in types] if types else default
-    if any(sliding) and not window:
+    if not any(sliding):
+        return ()
+    if (size := checked_window(window)) is None:
         raise EngineError("config.json has sliding layers and no sliding_window", "Copy the model folder again.")
-    return tuple((window or 0) if slides else 0 for slides in sliding) if any(sliding) else ()
+    return tuple(size if slides else 0 for slides in sliding)
 
 
 def llama_facts(config: Mapping[str, Any]) -> ModelFacts:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from engines.models.checks import checked_window
 from engines.models.facts import ModelFacts
 from engines.models.llama import plain_facts
 from engines.models.rope import rope_facts
@@ -18,7 +19,7 @@ def phi3_facts(config: Mapping[str, Any]) -> ModelFacts:
     section = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
     if section.get("rope_type", section.get("type")) in ("su", "yarn"):
         section["rope_type"] = "longrope"
-    window = config.get("sliding_window")
+    window = checked_window(config.get("sliding_window"))
     return plain_facts({"original_max_position_embeddings": 4096} | dict(config), "Phi-3", fused_weights=True,
                        rope=rope_facts({"original_max_position_embeddings": 4096} | dict(config), partial=True,
                                        section=section),

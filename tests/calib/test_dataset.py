@@ -6,8 +6,8 @@ import pytest
 import torch
 from tiny_llamas import byte_tokenizer, sentences, write_jsonl
 
-from calib.calibrate import foresee
 from calib.dataset import CalibrationSet, CalibrationTextError, check_row_length, overlap, pack_texts, refuse_overlap
+from calib.foresee import foresee
 from calib.recipe import load_recipe
 from calib.text import Tokenizer
 
@@ -117,5 +117,7 @@ def test_rows_longer_than_the_models_positions_are_refused(model_folder):
     assert positions({"max_position_embeddings": 64}) == 64
     stretched = {"max_position_embeddings": 64, "rope_parameters": {"rope_type": "yarn", "factor": 4.0}}
     assert positions(stretched) == 256
+    written_out = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+    assert positions({"max_position_embeddings": 64, "rope_parameters": written_out}) == 64
     reached = {"max_position_embeddings": 64, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}}
     assert positions(reached) == 64

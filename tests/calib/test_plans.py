@@ -6,9 +6,10 @@ import pytest
 from tiny_llamas import tiny_llama
 
 from calib import rehearsal
-from calib.calibrate import foresee, quantize
+from calib.calibrate import quantize
 from calib.errors import CalibError
 from calib.estimates import MemoryBoundError, activation_bytes, working_bytes
+from calib.foresee import foresee
 from calib.formats.hf import MissingWeightsError
 from calib.kept import read_kept, write_kept
 from calib.parallel import ShardingError
@@ -177,6 +178,35 @@ def test_runtimes_are_named_with_version_and_source(eight):
     assert (int4["vLLM"], int4["TensorRT-LLM"]) == (False, True)
     int8 = {loader.runtime: loader.loads for loader in make_plan(eight, load_recipe("int8")).loaders}
     assert (int8["vLLM"], int8["TensorRT-LLM"]) == (True, False)
+    assert "this toolkit" not in int8, "calib knows no engine; toolkit/foreseeing.py asks them"
+
+
+def test_grids_that_no_source_speaks_of_are_loaded_by_nobody(eight, tmp_path):
+    (tmp_path / "r.yaml").write_text("extends: int8\nname: r\n"
+                                     "activation: {dtype: fp8_e4m3, granularity: {kind: token}, dynamic: true}\n")
+    found = make_plan(eight, load_recipe(tmp_path / "r.yaml")).loaders
+    assert not any(loader.loads for loader in found)
+    assert {loader.note for loader in found if loader.runtime != "TensorRT-LLM"} == {
+        "no kernel known for this pair of grids"}
+    (tmp_path / "r.yaml").write_text("extends: int8_weight_only\nname: r\nweight: {dtype: int8, granularity: "
+                                     "{kind: token}}\n")
+    with pytest.raises(CalibError, match="a weight has no tokens"):
+        load_recipe(tmp_path / "r.yaml")
+
+
+def test_protect_must_leave_a_layer(model_folder, tmp_path):
+    (tmp_path / "r.yaml").write_text("extends: fp8\nname: r\nprotect: 2\n")
+    with pytest.raises(CalibError, match="r protects 2 layers, and the model has 2: none is left") as error:
+        make_plan(model_folder, load_recipe(tmp_path / "r.yaml"))
+    assert error.value.hint == "Protect at most 1, or use the recipe bf16."
+
+
+def test_rows_are_as_long_as_the_model_goes_and_no_longer(model_folder):
+    usual, whole = (make_plan(model_folder, load_recipe("int8"), length=length) for length in (None, 128))
+    assert usual.memory_bytes == whole.memory_bytes
+    with pytest.raises(CalibError, match="129 tokens, the model knows 128 positions"):
+        make_plan(model_folder, load_recipe("int8"), length=129)
+    make_plan(model_folder, load_recipe("fp8_dynamic"), length=129)  # reads no text
 
 
 def test_a_rehearsal_is_kept_by_what_it_depends_on(model_folder, tmp_path, monkeypatch):

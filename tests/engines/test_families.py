@@ -100,6 +100,26 @@ BASE = {"vocab_size": 8, "hidden_size": 32, "intermediate_size": 8, "num_hidden_
     ("LlamaForCausalLM", {"rope_scaling": {"type": "llama3"}, "max_position_embeddings": 9}, "rope .* has no 'factor'"),
     ("Phi3ForCausalLM", {"rope_scaling": {"type": "su", "long_factor": [1.0]}, "max_position_embeddings": 9},
      "longrope rope of config.json has no 'short_factor'"),
+    ("LlamaForCausalLM", {"head_dim": 3}, "head_dim is 3: .* 3 are no pairs"),
+    ("LlamaForCausalLM", {"head_dim": 1}, "1 are no pairs"),
+    ("Phi3ForCausalLM", {"partial_rotary_factor": 0.2}, "head_dim is 16, of which partial_rotary_factor 0.2 rotates 3"),
+    ("MistralForCausalLM", {"sliding_window": 0}, "sliding_window is 0, not a number of tokens above 0"),
+    ("Phi3ForCausalLM", {"sliding_window": -5}, "sliding_window is -5"),
+    ("Gemma2ForCausalLM", {"sliding_window": 24.5}, "sliding_window is 24.5"),
+    ("Gemma2ForCausalLM", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar is 0, not a number above 0"),
+    ("Gemma2ForCausalLM", {"attn_logit_softcapping": 0.0}, "attn_logit_softcapping must be above 0, not 0.0"),
+    ("LlamaForCausalLM", {"rope_scaling": {"type": "linear", "factor": -1}}, "factor must be above 0, not -1"),
+    ("LlamaForCausalLM", {"rope_theta": 1.0, "max_position_embeddings": 9, "rope_scaling": {
+        "type": "yarn", "factor": 2.0}}, "rope_theta 1.0, which must be above 1"),
+    ("LlamaForCausalLM", {"head_dim": 2, "max_position_embeddings": 9, "rope_scaling": {
+        "type": "dynamic", "factor": 2.0}}, "dynamic rope of config.json has no exponent for head_dim 2"),
+    ("LlamaForCausalLM", {"max_position_embeddings": 9, "original_max_position_embeddings": 1, "rope_scaling": {
+        "type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0] * 8}}, "be computed: .*division by zero"),
+    ("Phi3ForCausalLM", {"max_position_embeddings": 9000, "rope_scaling": {
+        "type": "su", "short_factor": [1.0] * 8, "long_factor": [1.0] * 7}}, "7 factors in long_factor, a head has 8"),
+    ("Phi3ForCausalLM", {"max_position_embeddings": 9000, "rope_scaling": {
+        "type": "su", "short_factor": [0.0] * 8, "long_factor": [1.0] * 8}}, "the factor 0.0 in short_factor"),
+    ("LlamaForCausalLM", {"max_position_embeddings": 1}, "max_position_embeddings is 1"),
 ], ids=lambda value: value if isinstance(value, str) else "")
 def test_settings_that_are_not_computed_are_refused(architecture: str, changes: dict, error: str) -> None:
     with pytest.raises(EngineError, match=error):

@@ -13,10 +13,8 @@ from memory_checkpoint import FP8, INT8, MemoryCheckpoint
 from calib.artifact_writer import ArtifactWriter
 from calib.checkpoint import QuantizedCheckpoint
 from calib.errors import ArtifactError, ToolkitError, UnknownNameError
-from calib.scheme import BF16
 from engines.build import prepare as preparing
-from engines.build.builder import build
-from engines.build.foresee import foresee
+from engines.build.builder import build, foresee
 from engines.build.prepare import FORMAT, KIND, Prepared, device_here, finish, prepare
 from engines.device import CAPABILITIES, Device, NoDeviceError
 from engines.errors import EngineError, EngineMismatchError
@@ -150,10 +148,10 @@ def test_targets_are_those_that_tritons_assembler_knows(llama_folder: Path, tmp_
     ({"memory": 1}, "bytes of KV cache; 0 are left"), ({"max_seq_len": 10**12}, "is beyond the model's 256 positions"),
     ({"block_size": 10**12}, "bytes of KV cache")], ids=str)
 def test_what_no_build_can_be_is_refused_before_there_is_a_checkpoint(llama_folder: Path, spec, words: str) -> None:
-    config = QuantizedCheckpoint.open(llama_folder).config
-    foresee(config, BF16, EngineSpec(**LIMITS))
+    source = QuantizedCheckpoint.open(llama_folder)
+    foresee(source, EngineSpec(**LIMITS))
     with pytest.raises(EngineError, match=words):
-        foresee(config, BF16, EngineSpec(**(LIMITS | spec)))
+        foresee(source, EngineSpec(**(LIMITS | spec)))
 
 
 def test_a_place_that_is_taken_is_refused_before_the_work(engine, llama_folder: Path, tmp_path: Path,

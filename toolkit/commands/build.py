@@ -10,6 +10,7 @@ from toolkit.options import KvOption, MemoryOption, OutOption, RefArgument
 from toolkit.session import Session, verb
 
 if TYPE_CHECKING:
+    from engines.build.builder import Described
     from engines.build.prepare import Prepared
 
 
@@ -38,6 +39,8 @@ def register(app: typer.Typer) -> None:
         From a checkpoint, or from a model, which is calibrated first.
         """
         from engines.build.builder import build as build_engine
+        from engines.build.builder import foresee
+        from engines.build.prepare import foresee as prepare_foresee
         from engines.build.prepare import prepare
         from engines.device import detect
         from engines.plan import EngineSpec
@@ -59,14 +62,15 @@ def register(app: typer.Typer) -> None:
         cap = parse_memory(memory, all_memory) if memory else None
         spec = EngineSpec(device=device or "cpu", max_seq_len=max_seq_len, max_batch_size=max_batch_size,
                           max_num_tokens=max_num_tokens, memory=cap, tune=tune, deterministic=deterministic)
+
+        def check(checkpoint: Described) -> None:
+            foresee(checkpoint, spec) if target is None else prepare_foresee(checkpoint, spec, target)
         with RunStore(session.home.store) as store, session.watch() as watch:
             shop = Workshop(session.home, store, watch, session.offline)
             found = resolve(ref, session.home, store, offline=session.offline).of_kind("model", "quantized-checkpoint")
             if found.kind == "quantized-checkpoint" and (recipe is not None or kv_cache != "bf16"):
                 raise UsageError(f"{ref} is a checkpoint: its recipe is fixed", "Leave --recipe and --kv-cache out.")
-            wanted = EngineJob(recipe=recipe or "bf16", kv_cache=kv_cache)
-            making.foresee_engine(shop, found, wanted, lambda config: spec, target)
-            source = making.checkpoint_of(shop, found, wanted)
+            source = making.checkpoint_of(shop, found, EngineJob(recipe=recipe or "bf16", kv_cache=kv_cache), check)
             if target is not None:
                 prepared = prepare(source, spec, target, out, watch)
                 store.remember(prepared.artifact)

@@ -37,8 +37,12 @@ def register(app: typer.Typer) -> None:
         """
         from rich.text import Text
 
+        from calib.config import read_config
+        from calib.hardware import obstacle
         from calib.plan import make_plan
         from calib.recipe import load_recipe
+        from toolkit.errors import UsageError
+        from toolkit.foreseeing import planned
         from toolkit.making import model_folder
         from toolkit.refs import resolve
         from toolkit.report.judged import plan_parts, recipe_parts
@@ -46,19 +50,21 @@ def register(app: typer.Typer) -> None:
         from toolkit.store import RunStore
 
         chosen, bound = with_rows(load_recipe(recipe), rows), bound_of(memory)
+        if rehearse and (reason := obstacle(chosen)):
+            raise UsageError(f"--rehearse calibrates small models by recipe {chosen.name}, which cannot be done here: "
+                             f"{reason}", "Leave --rehearse out: all but time is planned without it.")
         rows, length = text_size(chosen, kv_cache, rows, length)
         with RunStore(session.home.store) as store:
             shop = Workshop(session.home, store, offline=session.offline)
             folder = model_folder(shop, resolve(model, session.home, store, offline=session.offline))
-            found = make_plan(folder, chosen, kv_cache=kv_cache, length=length, tp=tp, layerwise=layerwise,
-                              memory=bound)
-        rehearsed = rehearse and not chosen.needs_hardware
-        if rehearsed:
+            found = planned(make_plan(folder, chosen, kv_cache=kv_cache, length=length, tp=tp, layerwise=layerwise,
+                                      memory=bound), read_config(folder))
+        if rehearse:
             from calib.rehearsal import estimate
 
             found = estimate(found, rows, length, session.home.path / "rehearsals")
         settings = explain(recipe, chosen) if explained else []
         origins = {"origins": {setting.key: setting.origin for setting in settings}} if explained else {}
         lead = [] if found.weights_here else [Text(f"planned from {found.basis}", style="yellow")]
-        session.show(found.model_dump(mode="json") | origins, [str(folder)], *lead, *plan_parts(found, rehearsed),
+        session.show(found.model_dump(mode="json") | origins, [str(folder)], *lead, *plan_parts(found, rehearse),
                      *recipe_parts(settings)[:explained])

@@ -40,10 +40,11 @@ def register(app: typer.Typer) -> None:
         The checkpoint is validated, and laid out so that other runtimes can load it. A run that was killed goes on when
         the same command is given again.
         """
-        from calib.calibrate import foresee
         from calib.calibrate import quantize as calibrate
+        from calib.foresee import foresee
         from calib.recipe import load_recipe
         from toolkit import making
+        from toolkit.foreseeing import planned, runs_here
         from toolkit.job import Calibration
         from toolkit.refs import resolve
         from toolkit.report.judged import recipe_parts
@@ -58,7 +59,11 @@ def register(app: typer.Typer) -> None:
         with RunStore(session.home.store) as store, session.watch() as watch:
             shop = Workshop(session.home, store, watch, session.offline)
             folder = making.model_folder(shop, resolve(model, session.home, store, offline=session.offline))
-            foresee(folder, chosen, kv_cache, out=out, length=length, tp=tp, layerwise=layerwise, memory=bound)
+            plan, source = foresee(folder, chosen, kv_cache, out=out, length=length, tp=tp, layerwise=layerwise,
+                                   memory=bound)
+            answered = planned(plan, source.config)
+            for warning in answered.warnings:
+                watch.note(f"look at: {warning}")
             wanted = Calibration(data=data or "calibration", rows=rows, length=length, chat=chat)
             stuff = making.material(shop, folder, chosen, kv_cache, wanted, seed)
             if chat and stuff.calibration is not None:
@@ -70,6 +75,8 @@ def register(app: typer.Typer) -> None:
                 store.remember(made.artifact)
         origins = {"origins": {setting.key: setting.origin for setting in settings}} if explained else {}
         session.show({"digest": made.digest, "path": str(out.absolute()), "recipe": made.recipe,
-                      "kv_cache": kv_cache, "size_bytes": made.size_bytes} | origins, [made.digest],
+                      "kv_cache": kv_cache, "size_bytes": made.size_bytes, "warnings": answered.warnings} | origins,
+                     [made.digest],
                      f"{out}  {made.recipe}, KV cache {kv_cache}, {made.size_bytes / 1e6:,.0f} MB", made.digest,
-                     f"next: toolkit build {out} --out ENGINE")
+                     f"next: toolkit build {out} --out ENGINE" if runs_here(answered) else
+                     "next: another runtime; no engine of this toolkit runs it")

@@ -19,7 +19,7 @@ from toolkit.report import words
 
 if TYPE_CHECKING:
     from calib.plan import CalibrationPlan
-    from calib.recipe import Setting
+    from calib.recipe import Recipe, Setting
     from evals.reference import Reference
 
 
@@ -135,8 +135,11 @@ def plan_parts(plan: CalibrationPlan, rehearsed: bool = False) -> list[Renderabl
              ("size", f"{words.size(plan.size_bytes)} of {words.size(plan.bf16_bytes)} in bf16 ({plan.layout} layout)"),
              ("layer by layer", f"{'yes' if plan.layerwise else 'no'}: {plan.layerwise_reason}"),
              ("memory", f"about {words.size(plan.memory_bytes)}{'' if rehearsed else ' beside the libraries'}"),
-             ("time", "not said: ask with --rehearse (not where layers are protected)" if plan.seconds is None else
-              f"about {duration(plan.seconds)}, measured on small models here")]
+             ("time", f"about {duration(plan.seconds)}, measured on small models here" if plan.seconds is not None else
+              _unsaid_time(plan.recipe))]
+    if plan.recipe.protect:
+        facts.append(("protected", f"{plan.recipe.protect} of {plan.num_layers} layers stay in 16 bits; which ones is "
+                                   "measured by quantize, so each is listed here as if it were rounded"))
     if plan.tp > 1:
         facts.append(("devices", f"groups and heads divide over {plan.tp}"))
     if plan.work_bytes:
@@ -153,6 +156,15 @@ def plan_parts(plan: CalibrationPlan, rehearsed: bool = False) -> list[Renderabl
         loaders.add_row(loader.runtime, "yes" if loader.loads else "no", loader.since, Text(loader.note),
                         Text(loader.source, style="dim"))
     return [table, _modules(plan), loaders, *[Text(f"look at: {line}", style="yellow") for line in plan.warnings]]
+
+
+def _unsaid_time(recipe: Recipe) -> str:
+    """Why no time stands there, and whether --rehearse would say one."""
+    from calib.hardware import obstacle
+
+    if recipe.protect:
+        return "not said: with protect it grows with the square of the layers, which no rehearsal measures"
+    return "not said: it cannot be rehearsed here" if obstacle(recipe) else "not said: ask with --rehearse"
 
 
 def _modules(plan: CalibrationPlan) -> Table:
