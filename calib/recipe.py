@@ -55,7 +55,7 @@ class Recipe(Frozen):
     fnmatch patterns of modules whose weights get eight bits where the others get four, weight only, one scale per
     channel, no search (``calib.apart``). ``lm_head``: quantize the output head too, in the same way; a tied head is
     untied. ``rows``: calibration sequences used at
-    most. ``choose_tokens``: tokens of ``choose`` text for measured choices. ``seed`` picks the calibration rows.
+    most, drawn by ``seed`` plus a command's ``--seed``. ``choose_tokens``: of ``choose`` text for measured choices.
     """
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9_.-]{0,63}$")

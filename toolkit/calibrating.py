@@ -35,7 +35,7 @@ def bound_of(memory: str | None) -> int | None:
     return bound
 
 
-def text_size(recipe: Recipe, kv_cache: KvChoice, rows: int | None, length: int | None, **others: str | bool | None
+def text_size(recipe: Recipe, kv_cache: KvChoice, rows: int | None, length: int | None, **others: str | int | None
               ) -> tuple[int, int]:
     """Rows of calibration text and tokens of one. UsageError where they, or ``others`` (options by name), are asked for
     by a recipe that reads no text."""
