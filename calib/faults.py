@@ -36,6 +36,10 @@ def fault_words(fault: Mapping[str, Any]) -> str:
         return f"must match {fault['ctx']['pattern']}, not {found}"
     if kind == "union_tag_invalid":
         return f"{fault['ctx']['discriminator']} must be one of {fault['ctx']['expected_tags']}, not {found}"
+    if kind in ("too_long", "string_too_long"):
+        return f"must have at most {_entries(kind, fault['ctx']['max_length'])}, not {found}"
+    if kind in ("too_short", "string_too_short"):
+        return f"must have at least {_entries(kind, fault['ctx']['min_length'])}, not {found}"
     if kind == "union_tag_not_found":
         return f"{fault['ctx']['discriminator']} is missing in {found}"
     if kind == "invalid_key":
@@ -44,6 +48,11 @@ def fault_words(fault: Mapping[str, Any]) -> str:
         return f"must be left out, not {found}"
     wanted = _KINDS.get(kind.partition("_")[0]) if kind.endswith(("_type", "_parsing", "_from_float")) else None
     return f"must be {wanted}, not {found}" if wanted else f"{fault['msg']} (found {found})"
+
+
+def _entries(kind: str, count: int) -> str:
+    one, several = ("character", "characters") if kind.startswith("string") else ("entry", "entries")
+    return f"{count:,} {one if count == 1 else several}"
 
 
 def _number(bound: Any) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 from calib.errors import name_hint
 from calib.faults import fault_words
-from calib.scheme import Grid, PerBlock, PerChannel, PerGroup, PerTensor, PerToken
+from calib.scheme import Frozen, Grid, PerBlock, PerChannel, PerGroup, PerTensor, PerToken
 
 #: How each key is written, for whoever wrote it otherwise.
 WRITTEN = {"name": "my-recipe", "summary": "what it is for", "method": "max", "layout": "compressed-tensors",
@@ -24,7 +24,8 @@ WRITTEN = {"name": "my-recipe", "summary": "what it is for", "method": "max", "l
            "act_order": "static", "keep": "['*.down_proj']", "protect": "2", "raised": "{int8: ['*.down_proj']}",
            "lm_head": "int8", "rows": "16", "choose_tokens": "2048", "seed": "0"}
 _GRIDS = ("weight", "activation")
-_KINDS = {"tensor": PerTensor, "channel": PerChannel, "token": PerToken, "group": PerGroup, "block": PerBlock}
+_KINDS: dict[str, type[Frozen]] = {
+    "tensor": PerTensor, "channel": PerChannel, "token": PerToken, "group": PerGroup, "block": PerBlock}
 _KIND_WRITTEN = {"tensor": "{kind: tensor}", "channel": "{kind: channel}", "token": "{kind: token}",
                  "group": "{kind: group, size: 128}", "block": "{kind: block, rows: 128, cols: 128}"}
 

@@ -23,7 +23,8 @@ _REFUSED = ("timestamp", "binary", "set", "omap", "pairs", "merge")
 _NAMES = {list: "a list", str: "a text", bool: "true or false", int: "a number", float: "a number"}
 
 
-def _odd(problem: str, place: yaml.Node | yaml.Event) -> yaml.MarkedYAMLError:
+def _odd(problem: str, place: Any) -> yaml.MarkedYAMLError:
+    """A fault at a node's or an event's place."""
     return yaml.MarkedYAMLError(problem=problem, problem_mark=place.start_mark)
 
 
