@@ -10,7 +10,8 @@ For each family, a real checkpoint of its architecture, four layers deep (``tiny
   (the module with dequantized weights and fake-quantized activations), on the same random texts;
 * the GPU path through Triton's interpreter: the largest difference of a log-probability from the CPU engine.
 
-Run:  python -m benchmarks.families --json families.json --docs docs/families.md
+Run:  python -m benchmarks.families            measures, writes docs/benchmarks/families.json and the page
+      python -m benchmarks.families --page     writes docs/families.md from the JSON as it is, and measures nothing
 """
 
 from __future__ import annotations
@@ -21,13 +22,12 @@ import random
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from benchmarks.families_interpreted import BOUND
+from benchmarks.families_page import LENGTHS, STEPS, Row, cells, page_of
 from benchmarks.family_logits import differences
 from benchmarks.tiny_families import (
     FAMILIES,
@@ -49,68 +49,11 @@ from calib.recipe import load_recipe
 from calib.text import Tokenizer
 from engines.build.builder import build
 from engines.llm import LLM
-from engines.models.families import FAMILIES as ARCHITECTURES
-from engines.models.rope import KINDS
 from engines.plan import EngineSpec
 from engines.request import SamplingParams
-from evals.bench import BenchCell, cell_of, write_cells
+from evals.bench import write_cells
 
-_PAGE = """\
-# Model families
-
-Written by `python -m benchmarks.families`, not by hand: tiny random models of the real architectures (four layers, a
-window of {window} tokens, an original context of {original}), in float32 against transformers, on a CPU.
-
-Supported: {architectures}.
-Any other architecture is refused by `plan`, by name, with this list. From GGUF files: `llama` only.
-
-| family | what differs from the plain decoder | largest logit difference | greedy texts equal | int8: NLL minus \
-oracle's | compiled CPU step | GPU path |
-|---|---|--:|--:|--:|---|--:|
-{families}
-
-* **Logit differences** are relative to the largest logit: the worst of prompts of {first} to {last} tokens (longrope:
-  so many beyond the original context) and {steps} tokens after each with the cache, in one piece and in chunks,
-  through the compiled step and through torch's operators.
-* **int8** is made by `quantize`; the oracle is the module with dequantized weights and fake-quantized activations. Nats
-  per token, on random texts.
-* The **GPU path** computes in bf16. Its column is the largest difference of a log-probability from the CPU engine, in
-  Triton's interpreter: the kernels' arithmetic and the runner, without a GPU. The same comparison on a card, within
-  {bound}, is `tests/engines/test_families_gpu.py` (marker `gpu`).
-* A window is a mask: layers that have one keep their KV cache at full length all the same, and the plan says so.
-
-## Rope variants
-
-| variant | largest logit difference | greedy texts equal |
-|---|--:|--:|
-{ropes}
-
-Kinds: {kinds}. Two of them depend on a text's length, which a KV cache cannot follow:
-
-* **dynamic**: position p is rotated as the last one of a text of p + 1 tokens. That is what transformers does while it
-  generates; a prompt longer than the original context it rotates by the whole prompt's length. The row above compares
-  with transformers fed one token at a time from there on.
-* **longrope**: an engine takes the short factors for all its texts if `max_seq_len` is at most the original context,
-  else the long ones for all; transformers switches, and computes its cache again, when a text grows past it. The plan
-  says which. The row above is of texts beyond the original context; shorter ones equal transformers in an engine that
-  was built with `max_seq_len` at the original context (`tests/engines/test_families.py`).
-"""
-_LENGTHS = (1, 5, WINDOW, WINDOW + 1, 60, 90)
-_STEPS, _GREEDY, _ROWS = 6, 24, 8
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One family's figures; None where a figure was not asked for."""
-
-    name: str
-    words: str
-    logits: float
-    compiled: bool
-    same_tokens: int
-    texts: int
-    int8_nll: float | None
-    interpreter: float | None
+_GREEDY, _ROWS = 24, 8
 
 
 def _long(tiny: Tiny) -> bool:
@@ -122,8 +65,8 @@ def measure(work: Path, name: str, tiny: Tiny, interpreter: float | None, *, int
     """All figures of one model; ``work`` is an empty folder."""
     folder = make(work / "model", tiny, seed=1)
     shift = ORIGINAL if _long(tiny) else 0
-    texts = prompts([length + shift for length in _LENGTHS], seed=2)
-    found = differences(folder, work / "weights", texts, prompts([_STEPS] * len(texts), seed=3),
+    texts = prompts([length + shift for length in LENGTHS], seed=2)
+    found = differences(folder, work / "weights", texts, prompts([STEPS] * len(texts), seed=3),
                         feed=FIRST_CALL.get(name))
     engine = build(QuantizedCheckpoint.open(folder), EngineSpec(tune="none", max_num_tokens=17), work / "engine")
     short = prompts([2, WINDOW - 3, 50, 60] if not shift else [ORIGINAL + 1, ORIGINAL + 40], seed=4)
@@ -131,8 +74,7 @@ def measure(work: Path, name: str, tiny: Tiny, interpreter: float | None, *, int
         outs = llm.generate(short, SamplingParams(max_tokens=_GREEDY, ignore_eos=True))
     model = reference(folder)
     same = sum(out.outputs[0].token_ids == greedy(model, text, _GREEDY) for out, text in zip(outs, short, strict=True))
-    return Row(name, tiny.words, max(found.values()),
-               {choice.impl for choice in engine.plan.kernels} == {"tiles", "compiled"}, same, len(short),
+    return Row(name, max(found.values()), same, len(short),
                int8_difference(work, folder, short_only=_long(tiny)) if int8 else None, interpreter)
 
 
@@ -165,37 +107,20 @@ def interpreted(work: Path) -> dict[str, float]:
     return {name: float(worst) for name, _, worst in lines if worst}
 
 
-def cells(rows: list[Row]) -> list[BenchCell]:
-    """Every figure as a benchmark cell."""
-    found = []
-    for row in rows:
-        found += [cell_of(f"families {row.name} logits", [row.logits], "of the largest"),
-                  cell_of(f"families {row.name} greedy texts equal", [float(row.same_tokens)], f"of {row.texts}")]
-        if row.int8_nll is not None:
-            found.append(cell_of(f"families {row.name} int8 nll - oracle", [row.int8_nll], "nats per token"))
-        if row.interpreter is not None:
-            found.append(cell_of(f"families {row.name} interpreter", [row.interpreter], "nats"))
-    return found
-
-
-def document(families: list[Row], ropes: list[Row]) -> str:
-    """docs/families.md."""
-    first, last = _LENGTHS[0], _LENGTHS[-1]
-    measured = [f"| {row.name} | {row.words} | {row.logits:.0e} | {row.same_tokens} of {row.texts} | "
-                f"{row.int8_nll:+.5f} | {'yes' if row.compiled else 'no'} | {row.interpreter:.3f} |"
-                for row in families]
-    variants = [f"| {row.name} | {row.logits:.0e} | {row.same_tokens} of {row.texts} |" for row in ropes]
-    return _PAGE.format(window=WINDOW, original=ORIGINAL, first=first, last=last, steps=_STEPS,
-                        bound=BOUND,
-                        kinds=", ".join(KINDS), architectures=", ".join(f"`{name}`" for name in sorted(ARCHITECTURES)),
-                        families="\n".join(measured), ropes="\n".join(variants))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--docs", type=Path, required=True)
+    parser.add_argument("--json", type=Path, default=Path("docs/benchmarks/families.json"))
+    parser.add_argument("--docs", type=Path, default=Path("docs/families.md"))
+    parser.add_argument("--page", action="store_true", help="write the page from the JSON, measure nothing")
     args = parser.parse_args()
+    if not args.page:
+        _measure_all(args.json)
+    text = page_of(args.json)
+    args.docs.write_text(text, encoding="utf-8")
+    print(text)
+
+
+def _measure_all(json: Path) -> None:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as held:
         work = Path(held)
@@ -204,10 +129,7 @@ def main() -> None:
                     for index, (name, tiny) in enumerate(FAMILIES.items())]
         ropes = [measure(work / f"r{index}", name, tiny, None, int8=False)
                  for index, (name, tiny) in enumerate(ROPES.items())]
-    text = document(families, ropes)
-    args.docs.write_text(text)
-    write_cells(args.json, cells([*families, *ropes]))
-    print(text)
+    write_cells(json, cells([*families, *ropes]))
 
 
 if __name__ == "__main__":

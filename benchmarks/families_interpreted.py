@@ -35,7 +35,8 @@ _SMALLER = {"sliding_window": 6, "max_window_layers": 1, "sliding_window_pattern
 
 def _changes(name: str, device: str) -> dict[str, object]:
     """Smaller sizes; windows of 6 where there are any, and a layer without one where they alternate."""
-    found: dict[str, object] = _SIZES | {key: value for key, value in _SMALLER.items() if key in FAMILIES[name].changes}
+    found: dict[str, object] = {**_SIZES, **{key: value for key, value in _SMALLER.items()
+                                             if key in FAMILIES[name].changes}}
     if device == "cuda":
         found |= _WIDER
     if FAMILIES[name].model_type == "phi3":

@@ -27,7 +27,7 @@ Backend = CpuBackend | NativeBackend
 def backends(folder: Path, work: Path, **spec: int) -> Iterator[Backend]:
     """The compiled step on two threads, then torch's operators."""
     checkpoint = QuantizedCheckpoint.open(folder)
-    plan, _ = plan_for(checkpoint, EngineSpec(tune="none", block_size=BLOCK, **spec))
+    plan, _ = plan_for(checkpoint, EngineSpec.model_validate({"tune": "none", "block_size": BLOCK, **spec}))
     if {choice.impl for choice in plan.kernels} != {"tiles", "compiled"}:
         raise RuntimeError(f"the compiled step was not chosen: {plan.notes}")
     write_weights(checkpoint.tensors(), plan.program, plan.kv, work)

@@ -191,7 +191,8 @@ _HEAD = """# Recipes
 
 Written by `python -m benchmarks.recipes`; edit that, not this. A recipe is a short YAML in `calib/recipes`; yours may
 `extends` any of them (or several, of which the later win), and `toolkit plan MODEL --recipe R --explain` says where
-each value comes from.
+each value comes from. A variant is called by its file unless it has a `name` of its own; the name of one of these is
+refused where the values are others.
 """
 
 

@@ -28,12 +28,15 @@ from typing import Any
 from pydantic import ValidationError
 
 from calib.errors import ArtifactError
+from calib.faults import fault_words
+from calib.json_text import parse_object
 from calib.scheme import Frozen
 
 CHUNK = 64 * 1024 * 1024
 MANIFEST = "manifest.json"
 KINDS = frozenset({"calibration-set", "quantized-checkpoint", "engine", "prepared-engine", "eval-report",
                    "latency-sweep", "baseline", "search", "sensitivity", "drafter", "verdict", "release"})
+_AGAIN = "Copy the artifact again, or make it again."
 _VERSIONED = ("torch", "triton", "transformers", "nvidia-modelopt", "lm_eval", "numpy")
 
 
@@ -131,6 +134,17 @@ def scan_files(folder: Path) -> dict[str, Path]:
     return found
 
 
+def parse_manifest(data: bytes, where: str, hint: str = _AGAIN) -> Manifest:
+    """A manifest.json's content. ArtifactError names ``where`` and the key that is wrong, missing or there twice."""
+    content = parse_object(data, where, ArtifactError, hint)
+    try:
+        return Manifest.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise ArtifactError(f"{where} is damaged: {place}: {fault_words(first)}", hint) from error
+
+
 def is_artifact(folder: Path) -> bool:
     """Whether a manifest of ours lies there; other tools have files of that name too."""
     try:
@@ -182,12 +196,10 @@ class Artifact:
             raise ArtifactError(f"{path} is not an artifact: no {MANIFEST}",
                                 "Give the folder that a toolkit command wrote with --out.")
         try:
-            manifest = Manifest.model_validate_json(manifest_path.read_bytes())
-        except ValidationError as error:
-            first = error.errors()[0]
-            place = ".".join(str(part) for part in first["loc"]) or "document"
-            raise ArtifactError(f"{manifest_path} is damaged: {place}: {first['msg']}", "Make the artifact again."
-                                ) from error
+            manifest = parse_manifest(manifest_path.read_bytes(), str(manifest_path))
+        except OSError as error:
+            raise ArtifactError(f"{manifest_path} cannot be read: {error.strerror or error}",
+                                "Copy the artifact again, or make it again.") from error
         if kind is not None and manifest.kind != kind:
             raise ArtifactError(f"{path} is a {manifest.kind}, not a {kind}", f"Give the folder of a {kind}.")
         if format is not None and manifest.format != format:

@@ -47,9 +47,11 @@ def quantize(model: str | Path, recipe: Recipe, out: Path, *, kv_cache: KvChoice
     are made). Where the whole pass would work in more than ``memory`` bytes (by default a share of what is free), or
     where ``layerwise`` is "on", calibration goes layer by layer (``calib/layerwise.py``): the same checkpoint, bit for
     bit. ``tp``: devices that groups must still be cut over. ``resume`` False forgets what an earlier, killed run did.
-    ``seed`` picks the calibration rows where the set has more than the recipe uses, added to the recipe's own. The same
-    inputs on the same kind of machine give the same digest. Errors: those of ``make_plan``, CalibrationDataError,
-    SanityError, CoverageError, DiskSpaceError, ArtifactError; each names the module or file.
+    ``seed``, added to the recipe's own, picks the calibration rows where the set has more than the recipe uses; a set
+    of fewer is used whole, and who builds it draws its texts by that sum. The record's ``seed`` is the one that chose
+    the rows, null where there are none: a seed without effect leaves the digest alone. The same inputs on the same kind
+    of machine give the same digest. Errors: those of ``make_plan``, CalibrationDataError, SanityError, CoverageError,
+    DiskSpaceError, ArtifactError; each names the module or file.
     """
     started = time.monotonic()
     if not recipe.needs_data(kv_cache):
@@ -72,7 +74,8 @@ def quantize(model: str | Path, recipe: Recipe, out: Path, *, kv_cache: KvChoice
     parents = [] if calibration is None else [calibration.digest]
     with ArtifactWriter(Path(out), KIND, FORMAT, parents=parents) as writer:
         work = writer.path.with_name(f".{writer.path.name}.work")
-        key = _inputs_key(plan, source, calibration, choose_texts, seed)
+        drawn_by = _seed_of_rows(recipe, calibration, seed)
+        key = _inputs_key(plan, source, calibration, choose_texts, drawn_by)
         losses = Memory(work / "losses.json" if measured is None else measured / f"{key[:16]}.json", key)
         if resume:
             losses.load()
@@ -82,7 +85,7 @@ def quantize(model: str | Path, recipe: Recipe, out: Path, *, kv_cache: KvChoice
                       f"{key} {plan.kv}")
         with AnonymousPeak() as peak:
             outcome = stage.run(writer.folder)
-        writer.record = _record(plan, source, calibration, outcome, seed)
+        writer.record = _record(plan, source, calibration, outcome, drawn_by)
         outcome.evidence |= {"seconds": round(time.monotonic() - started, 2), "model": str(model),
                              "losses": losses.losses, "versions": installed_versions(),
                              "layerwise": plan.layerwise, "peak_anonymous_bytes": peak.bytes,
@@ -93,8 +96,15 @@ def quantize(model: str | Path, recipe: Recipe, out: Path, *, kv_cache: KvChoice
     return QuantizedCheckpoint.open(writer.path)
 
 
+def _seed_of_rows(recipe: Recipe, calibration: CalibrationSet | None, seed: int) -> int | None:
+    """The seed that chose the rows: that of the draw from a set, or the set's own where all of it is used."""
+    if calibration is None:
+        return None
+    return recipe.seed + seed if calibration.rows > recipe.rows else int(calibration.artifact.record["seed"])
+
+
 def _inputs_key(plan: CalibrationPlan, source: QuantizedCheckpoint, calibration: CalibrationSet | None,
-                choose_texts: Sequence[str], seed: int) -> str:
+                choose_texts: Sequence[str], seed: int | None) -> str:
     return sha256_hex(canonical_json({
         "recipe": plan.recipe.model_dump(mode="json"), "source": source.digest,
         "calibration": None if calibration is None else calibration.digest,
@@ -103,7 +113,7 @@ def _inputs_key(plan: CalibrationPlan, source: QuantizedCheckpoint, calibration:
 
 
 def _record(plan: CalibrationPlan, source: QuantizedCheckpoint, calibration: CalibrationSet | None, outcome: Outcome,
-            seed: int) -> dict[str, Any]:
+            seed: int | None) -> dict[str, Any]:
     data = (None, 0) if calibration is None else (calibration.digest, min(plan.recipe.rows, calibration.rows))
     counts: dict[str, int] = {}
     for scheme in outcome.schemes.values():

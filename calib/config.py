@@ -1,8 +1,9 @@
 """config.json: read strictly, so that a number of the wrong kind is named here and not met as a crash later.
 
 Every value that decides shapes is looked at once, when a folder is opened: integers within what a model can have,
-booleans that are booleans, sections that are objects. What a *family* makes of the values (which activation, which
-rope) is the business of whoever runs it.
+booleans that are booleans, sections that are objects, a way to stretch positions that the engines know: found here,
+before hours of calibration, and not at the build. What a *family* makes of the other values (which activation, say) is
+the business of whoever runs it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from calib.errors import CalibError, shown
 from calib.json_text import parse_object
@@ -23,6 +24,12 @@ _COUNTS = {"vocab_size": 2**24, "hidden_size": 2**20, "intermediate_size": 2**22
 _NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _OPTIONAL = ("num_key_value_heads", "head_dim")
 _SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias")
+#: How positions are stretched, where config.json says so; the engine's tables (engines/models/rope.py) know these.
+RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
+ROPE_KINDS: tuple[RopeKind, ...] = get_args(RopeKind)
+_ROPE_NUMBERS = ("rope_theta", "factor", "attention_factor", "original_max_position_embeddings", "beta_fast",
+                 "beta_slow", "low_freq_factor", "high_freq_factor")
+_ROPES = ("rope_parameters", "rope_scaling")
 _SECTIONS = ("rope_parameters", "rope_scaling", "quantization_config", "compression_config")
 
 
@@ -72,8 +79,8 @@ def check_config(config: Mapping[str, Any], where: str) -> None:
         raise CalibError(f"{where}: model_type is {shown(config['model_type'])}, not a name", _HINT)
     _check_positive(config, "rms_norm_eps", where)
     _check_positive(config, "rope_theta", where)
-    for key in ("rope_parameters", "rope_scaling"):
-        _check_positive(config.get(key) or {}, "rope_theta", f"{where}: {key}")
+    for key in _ROPES:
+        _check_rope(config.get(key) or {}, f"{where}: {key}")
     _check_heads(config, where)
 
 
@@ -98,6 +105,19 @@ def _check_positive(section: Mapping[str, Any], key: str, where: str) -> None:
         return
     if type(value) not in (int, float) or not math.isfinite(value) or value <= 0:
         raise CalibError(f"{where}: {key} is {shown(value)}, not a number above 0", _HINT)
+
+
+def _check_rope(section: Mapping[str, Any], where: str) -> None:
+    """One way to stretch positions, or one for each type of layer."""
+    for name, part in section.items():
+        if isinstance(part, Mapping):
+            _check_rope(part, f"{where}: {name}")
+    for key in _ROPE_NUMBERS:
+        _check_positive(section, key, where)
+    key = "type" if "rope_type" not in section and "type" in section else "rope_type"
+    if section.get(key, "default") not in ROPE_KINDS:
+        raise CalibError(f"{where}: {key} is {shown(section[key])}, which is not supported",
+                         f"Supported: {', '.join(ROPE_KINDS)}.")
 
 
 def _check_heads(config: Mapping[str, Any], where: str) -> None:

@@ -11,7 +11,6 @@ without the texts, that calibration and evaluation do not share material (``refu
 from __future__ import annotations
 
 import hashlib
-import json
 import random
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -224,8 +223,9 @@ def _licence_beside(path: Path) -> str:
     if not manifest.is_file():
         return "unknown"
     try:
-        return str(json.loads(manifest.read_bytes())["files"][path.name]["licence"])
-    except (ValueError, KeyError, TypeError):
+        files = parse_object(manifest.read_bytes(), str(manifest), CalibrationTextError)["files"]
+        return str(files[path.name]["licence"])
+    except (OSError, CalibrationTextError, KeyError, TypeError):
         return "unknown"
 
 

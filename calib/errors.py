@@ -36,6 +36,12 @@ def shown(value: object, most: int = 80) -> str:
     return written if len(written) <= most else f"{written[:most]}..."
 
 
+class UsageError(ToolkitError):
+    """A command or a call was given something that it cannot work with."""
+
+    code = "usage"
+
+
 class ArtifactError(ToolkitError):
     """A folder that is not the artifact it should be: missing, half-written, changed, or of another kind."""
 

@@ -23,7 +23,7 @@ def fault_words(fault: Mapping[str, Any]) -> str:
     kind, found = str(fault["type"]), shown(fault.get("input"))
     if kind in _BOUNDS:
         word, key = _BOUNDS[kind]
-        return f"must be {word} {fault['ctx'][key]:g}, not {found}"
+        return f"must be {word} {_number(fault['ctx'][key])}, not {found}"
     if kind == "missing":
         return "is missing"
     if kind == "extra_forbidden":
@@ -36,5 +36,24 @@ def fault_words(fault: Mapping[str, Any]) -> str:
         return f"must match {fault['ctx']['pattern']}, not {found}"
     if kind == "union_tag_invalid":
         return f"{fault['ctx']['discriminator']} must be one of {fault['ctx']['expected_tags']}, not {found}"
+    if kind in ("too_long", "string_too_long"):
+        return f"must have at most {_entries(kind, fault['ctx']['max_length'])}, not {found}"
+    if kind in ("too_short", "string_too_short"):
+        return f"must have at least {_entries(kind, fault['ctx']['min_length'])}, not {found}"
+    if kind == "union_tag_not_found":
+        return f"{fault['ctx']['discriminator']} is missing in {found}"
+    if kind == "invalid_key":
+        return f"a key must be text, not {found}"
+    if kind == "none_required":
+        return f"must be left out, not {found}"
     wanted = _KINDS.get(kind.partition("_")[0]) if kind.endswith(("_type", "_parsing", "_from_float")) else None
     return f"must be {wanted}, not {found}" if wanted else f"{fault['msg']} (found {found})"
+
+
+def _entries(kind: str, count: int) -> str:
+    one, several = ("character", "characters") if kind.startswith("string") else ("entry", "entries")
+    return f"{count:,} {one if count == 1 else several}"
+
+
+def _number(bound: Any) -> str:
+    return f"{bound:,}" if isinstance(bound, int) and abs(bound) >= 10_000 else f"{bound:g}"

@@ -2,8 +2,10 @@
 
 A recipe names the weight and activation grids, the method that finds the scales, and what is left alone. ``extends``
 starts from another recipe, or from several of which the later win, so a variant is the lines that differ; ``explain``
-says which file each value comes from. Unknown keys are refused; settings that would have no effect with the chosen
-method are refused too. What each recipe costs is measured in ``docs/recipes.md``.
+says which file each value comes from. A variant never goes by the name of what it extends: without a ``name`` it is
+called by its file, and the name of a built-in recipe is refused where the values are others. Unknown keys are refused;
+settings that would have no effect with the chosen method are refused too. What each recipe costs is measured in
+``docs/recipes.md``.
 """
 
 from __future__ import annotations
@@ -19,23 +21,18 @@ from calib.choices import KvChoice
 from calib.errors import CalibError, UnknownNameError, name_hint, shown
 from calib.faults import fault_words
 from calib.recipe_rules import check_layout, check_method, raises
-from calib.scheme import BF16, FIXED_GROUPS, Frozen, Grid, PerChannel, PerGroup
+from calib.recipe_words import WRITTEN, first_fault, hint_of, name_of_file, place_of, words_of
+from calib.scheme import BF16, FIXED_GROUPS, MAX_GROUP, Frozen, Grid, PerChannel, PerGroup
 from calib.yaml_text import read_yaml
 
 RECIPES = Path(__file__).parent / "recipes"
 Method = Literal["none", "max", "smooth", "awq_lite", "awq", "gptq"]
 LayoutName = Literal["hf", "modelopt", "compressed-tensors", "awq", "gptq"]
 EightBits = Literal["fp8", "int8"]
+Number = Annotated[float, Field(strict=True)]  # YAML's ``yes`` and ``'0.5'`` are none
 DEFAULT = "default"
 _ENDINGS = (".yaml", ".yml")
 _OWN = "A recipe of your own is a file that ends in .yaml."
-#: How each key is written, for whoever wrote it otherwise.
-WRITTEN = {"name": "my-recipe", "summary": "what it is for", "method": "max", "layout": "compressed-tensors",
-           "weight": "{dtype: int8, granularity: {kind: channel}}",
-           "activation": "{dtype: int8, granularity: {kind: token}, dynamic: true}", "group_sizes": "[128, 64, 32]",
-           "alphas": "[0, 0.5, 0.7]", "alpha_step": "0.1", "clip_ratios": "[1.0, 0.95, 0.9]", "damping": "0.01",
-           "act_order": "static", "keep": "['*.down_proj']", "protect": "2", "raised": "{int8: ['*.down_proj']}",
-           "lm_head": "int8", "rows": "16", "choose_tokens": "2048", "seed": "0"}
 #: Eight-bit weights beside a recipe's own: one scale per channel.
 EIGHT_BITS: dict[str, Grid] = {"fp8": Grid(dtype="fp8_e4m3", granularity=PerChannel()),
                                "int8": Grid(dtype="int8", granularity=PerChannel())}
@@ -58,28 +55,28 @@ class Recipe(Frozen):
     fnmatch patterns of modules whose weights get eight bits where the others get four, weight only, one scale per
     channel, no search (``calib.apart``). ``lm_head``: quantize the output head too, in the same way; a tied head is
     untied. ``rows``: calibration sequences used at
-    most. ``choose_tokens``: tokens of ``choose`` text for measured choices. ``seed`` picks the calibration rows.
+    most, drawn by ``seed`` plus a command's ``--seed``. ``choose_tokens``: of ``choose`` text for measured choices.
     """
 
-    name: str = Field(pattern=r"^[a-z0-9][a-z0-9_.-]*$")
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9_.-]{0,63}$")
     summary: str
     method: Method
     layout: LayoutName
     weight: Grid = BF16
     activation: Grid | None = None
-    group_sizes: tuple[Annotated[int, Field(ge=1)], ...] = ()
-    alphas: tuple[float, ...] = ()
-    alpha_step: float | None = Field(default=None, gt=0.0, le=1.0)
-    clip_ratios: tuple[float, ...] = ()
-    damping: float | None = Field(default=None, gt=0.0, le=1.0)
+    group_sizes: tuple[Annotated[int, Field(ge=1, le=MAX_GROUP, strict=True)], ...] = ()
+    alphas: tuple[Number, ...] = ()
+    alpha_step: Number | None = Field(default=None, gt=0.0, le=1.0)
+    clip_ratios: tuple[Number, ...] = ()
+    damping: Number | None = Field(default=None, gt=0.0, le=1.0)
     act_order: Literal["none", "static", "groups"] = "none"
     keep: tuple[str, ...] = ()
-    protect: int = Field(default=0, ge=0)
+    protect: int = Field(default=0, ge=0, le=4096, strict=True)
     raised: dict[EightBits, tuple[str, ...]] = Field(default={}, exclude_if=lambda raised: not raised)
     lm_head: EightBits | None = None
-    rows: int = Field(default=16, gt=0)
-    choose_tokens: int = Field(default=2048, ge=64)
-    seed: int = Field(default=0, ge=0)
+    rows: int = Field(default=16, gt=0, lt=2**31, strict=True)
+    choose_tokens: int = Field(default=2048, ge=64, lt=2**31, strict=True)
+    seed: int = Field(default=0, ge=0, lt=2**63, strict=True)
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
@@ -160,7 +157,10 @@ def load_recipe(name_or_path: str | Path) -> Recipe:
     UnknownNameError names the nearest recipe; CalibError names the key that is wrong.
     """
     path = _path_of(name_or_path)
-    return _validated(path, _composed(path, ()))
+    composed = _composed(path, ())
+    recipe = _validated(path, composed)
+    _check_name(path, recipe, composed)
+    return recipe
 
 
 def explain(name_or_path: str | Path) -> list[Setting]:
@@ -168,6 +168,7 @@ def explain(name_or_path: str | Path) -> list[Setting]:
     path = _path_of(name_or_path)
     composed = _composed(path, ())
     recipe = _validated(path, composed)
+    _check_name(path, recipe, composed)
     dumped = recipe.model_dump(mode="json")  # without ``raised`` where nothing is: such recipes keep their digests
     values = {key: dumped.get(key, getattr(recipe, key)) for key in Recipe.model_fields}
     return [Setting(key, value, composed[key].origin if key in composed else DEFAULT) for key, value in values.items()]
@@ -189,9 +190,8 @@ def _validated(path: Path, composed: dict[str, Setting]) -> Recipe:
     try:
         return Recipe.model_validate(_values(composed))
     except ValidationError as error:
-        faults = error.errors()
-        first = next((fault for fault in faults if fault["type"] == "extra_forbidden"), faults[0])
-        place = [str(part) for part in first["loc"]]
+        first = first_fault(error.errors())
+        place = place_of(first)
         if not place and (pair := _clash(path)) and pair[2] == fault_words(first):
             raise CalibError(f"recipe {path.name} extends {pair[0]} and {pair[1]}, which do not combine: {pair[2]}",
                              f"Extend one of them and write out what you want of the other, or overrule in {path.name} "
@@ -199,21 +199,13 @@ def _validated(path: Path, composed: dict[str, Setting]) -> Recipe:
         source = composed[place[0]].origin if place and place[0] in composed else ""
         origin = f" (from {source})" if source not in ("", path.name) else ""
         where = f"{'.'.join(place)}: " if place else ""
-        words = fault_words(first)
-        raise CalibError(f"recipe {path.name}: {where}{words}{origin}", _hint(str(first["type"]), place) if place else
-                         _rule_hint(words, composed)) from error
+        words = words_of(first)
+        hint = hint_of(first, Recipe.model_fields) if place else _rule_hint(words, composed)
+        raise CalibError(f"recipe {path.name}: {where}{words}{origin}", hint) from error
 
 
 def _values(composed: dict[str, Setting]) -> dict[str, Any]:
     return {key: setting.value for key, setting in composed.items()}
-
-
-def _hint(kind: str, place: list[str]) -> str:
-    """What to do about a value: the key's own syntax, or the keys there are."""
-    if kind == "extra_forbidden" and len(place) == 1:
-        return name_hint(place[0], ("extends", *Recipe.model_fields))
-    said = f"Write it like `{place[0]}: {WRITTEN[place[0]]}`"
-    return f"{said}, or start from another recipe: `extends: int8`." if kind == "missing" else f"{said}."
 
 
 def _rule_hint(rule: str, composed: dict[str, Setting]) -> str:
@@ -287,4 +279,22 @@ def _composed(path: Path, seen: tuple[Path, ...]) -> dict[str, Setting]:
     for below in _bases(path):
         composed |= _composed(below, (*seen, path))
     own = {str(key): value for key, value in _read(path).items() if key != "extends"}
+    if composed and (called := name_of_file(path)):
+        own.setdefault("name", called)
     return composed | {key: Setting(key, value, path.name) for key, value in own.items()}
+
+
+def _check_name(path: Path, recipe: Recipe, composed: dict[str, Setting]) -> None:
+    """CalibError when a file goes by a built-in recipe's name and is not that recipe.
+
+    The name is what tables, stores and reports show, and what figures of the built-in recipe are known under.
+    """
+    if path.parent == RECIPES or recipe.name not in recipe_names():
+        return
+    ours, theirs = (one.model_dump(mode="json") for one in (recipe, load_recipe(recipe.name)))
+    odd = [key for key in Recipe.model_fields if key != "summary" and ours.get(key) != theirs.get(key)]
+    if odd:
+        origin = composed[odd[0]].origin if odd[0] in composed else DEFAULT
+        raise CalibError(f"recipe {path.name} has the built-in recipe's name {recipe.name!r} and another {odd[0]}: "
+                         f"{shown(ours.get(odd[0]))} (from {origin}), not {shown(theirs.get(odd[0]))}",
+                         f"Give it a name of its own, like `name: my-{recipe.name}`.")

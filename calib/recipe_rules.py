@@ -151,6 +151,8 @@ def _check_activation(method: str, weight: Grid, activation: Grid | None) -> Non
     if activation is None:
         return
     kind = activation.granularity.kind
+    if not activation.quantized:
+        raise ValueError(f"an activation that is not quantized is written as null, not as {activation}")
     if not activation.symmetric or activation.dynamic != (kind in _DYNAMIC_KINDS) or kind not in (
             "tensor", *_DYNAMIC_KINDS):
         raise ValueError(f"activations {activation}: they are symmetric, static per tensor, or dynamic per token or "

@@ -26,6 +26,8 @@ Dtype = Literal["bf16", "fp8_e4m3", "int8", "int4", "nvfp4", "mxfp8"]
 #: Largest code magnitude of each symmetric grid (int4 is clamped to [-8, 7] and scaled by amax/7).
 CODE_MAX: dict[str, float] = {"fp8_e4m3": 448.0, "int8": 127.0, "int4": 7.0, "nvfp4": 6.0, "mxfp8": 448.0}
 BITS: dict[str, int] = {"bf16": 16, "fp8_e4m3": 8, "int8": 8, "int4": 4, "nvfp4": 4, "mxfp8": 8}
+#: Most rows or columns that share a scale: more than any matrix of a model has.
+MAX_GROUP = 2**24
 #: Values that share a scale where the format says so.
 FIXED_GROUPS: dict[str, int] = {"nvfp4": 16, "mxfp8": 32}
 
@@ -67,7 +69,7 @@ class PerGroup(Frozen):
     """One scale for ``size`` consecutive inputs of a row: [out, in/size]."""
 
     kind: Literal["group"] = "group"
-    size: int = Field(gt=0)
+    size: int = Field(gt=0, le=MAX_GROUP, strict=True)
 
     def __str__(self) -> str:
         return f"g{self.size}"
@@ -77,8 +79,8 @@ class PerBlock(Frozen):
     """One scale for each tile of ``rows`` x ``cols``: [out/rows, in/cols]."""
 
     kind: Literal["block"] = "block"
-    rows: int = Field(gt=0)
-    cols: int = Field(gt=0)
+    rows: int = Field(gt=0, le=MAX_GROUP, strict=True)
+    cols: int = Field(gt=0, le=MAX_GROUP, strict=True)
 
     def __str__(self) -> str:
         return f"{self.rows}x{self.cols}"
@@ -92,8 +94,8 @@ class Grid(Frozen):
 
     dtype: Dtype
     granularity: Granularity = PerTensor()
-    symmetric: bool = True
-    dynamic: bool = False
+    symmetric: bool = Field(default=True, strict=True)
+    dynamic: bool = Field(default=False, strict=True)
 
     @model_validator(mode="after")
     def _makes_sense(self) -> Grid:

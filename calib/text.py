@@ -55,8 +55,8 @@ def _byte_of_char() -> dict[str, int]:
     return table
 
 
-def _read_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    return parse_object(files[name], name, CalibError, _COPY) if name in files else {}
+def _read_json(files: Mapping[str, bytes], name: str, origin: str) -> dict[str, Any]:
+    return parse_object(files[name], f"{origin}: {name}", CalibError, _COPY) if name in files else {}
 
 
 def _content(names: Mapping[str, Any], key: str) -> str | None:
@@ -101,8 +101,8 @@ class Tokenizer:
     def __init__(self, files: Mapping[str, bytes], origin: str) -> None:
         self._files = dict(files)
         self._origin = origin
-        config = _read_json(files, "tokenizer_config.json")
-        names = _read_json(files, "special_tokens_map.json") | config
+        config = _read_json(files, "tokenizer_config.json", origin)
+        names = _read_json(files, "special_tokens_map.json", origin) | config
         try:
             self._marked = tokenizers.Tokenizer.from_buffer(files["tokenizer.json"])
             self._plain = tokenizers.Tokenizer.from_buffer(files["tokenizer.json"])
@@ -113,7 +113,7 @@ class Tokenizer:
             backend.no_truncation()
             backend.no_padding()
         self._plain.encode_special_tokens = True
-        self._byte_level = '"ByteLevel"' in json.dumps(json.loads(files["tokenizer.json"]).get("decoder"))
+        self._byte_level = '"ByteLevel"' in json.dumps(_read_json(files, "tokenizer.json", origin).get("decoder"))
         added = self._marked.get_added_tokens_decoder()
         self._added = {index: token.content for index, token in added.items()}
         self._bytes: dict[int, bytes] = {}
@@ -146,7 +146,7 @@ class Tokenizer:
             (Path(folder) / name).write_bytes(data)
 
     def _find_eos_ids(self) -> tuple[int, ...]:
-        declared = _read_json(self._files, _GENERATION).get("eos_token_id")
+        declared = _read_json(self._files, _GENERATION, self._origin).get("eos_token_id")
         found = declared if isinstance(declared, list) else [] if declared is None else [declared]
         if odd := [index for index in found if type(index) is not int or index < 0]:
             raise CalibError(f"{_GENERATION}: eos_token_id is {odd[0]!r}, which is no token", _COPY)
@@ -173,7 +173,7 @@ class Tokenizer:
                 return self._files["chat_template.jinja"].decode()
             except UnicodeDecodeError as error:
                 raise CalibError(f"{self._origin}: chat_template.jinja is not UTF-8", _COPY) from error
-        template = (_read_json(self._files, "chat_template.json") | dict(config)).get("chat_template")
+        template = (_read_json(self._files, "chat_template.json", self._origin) | dict(config)).get("chat_template")
         if isinstance(template, list):  # several named templates: the one for plain chat
             named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
             template = named[0].get("template") if named else None

@@ -18,6 +18,14 @@ from calib.errors import ToolkitError
 
 MAX_BYTES = 1024 * 1024
 _DEPTH = 32
+_TAG = "tag:yaml.org,2002:"
+_REFUSED = ("timestamp", "binary", "set", "omap", "pairs", "merge")
+_NAMES = {list: "a list", str: "a text", bool: "true or false", int: "a number", float: "a number"}
+
+
+def _odd(problem: str, place: Any) -> yaml.MarkedYAMLError:
+    """A fault at a node's or an event's place."""
+    return yaml.MarkedYAMLError(problem=problem, problem_mark=place.start_mark)
 
 
 class _Plain(yaml.SafeLoader):
@@ -25,12 +33,10 @@ class _Plain(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.AliasEvent):
-            event = self.peek_event()
-            raise yaml.MarkedYAMLError(problem="aliases are not read", problem_mark=event.start_mark)
+            raise _odd("aliases are not read: write the value out", self.peek_event())
         self._depth = getattr(self, "_depth", 0) + 1
         if self._depth > _DEPTH:
-            raise yaml.MarkedYAMLError(problem=f"nested deeper than {_DEPTH} levels",
-                                       problem_mark=self.peek_event().start_mark)
+            raise _odd(f"nested deeper than {_DEPTH} levels", self.peek_event())
         node = super().compose_node(parent, index)
         self._depth -= 1
         return node
@@ -40,27 +46,36 @@ class _Plain(yaml.SafeLoader):
         for key_node, value_node in node.value:
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, str | int | float | bool | None):
-                raise yaml.MarkedYAMLError(problem="a key must be plain text", problem_mark=key_node.start_mark)
+                raise _odd("a key must be plain text", key_node)
             if key in found:
-                raise yaml.MarkedYAMLError(problem=f"the key {key!r} occurs twice", problem_mark=key_node.start_mark)
+                raise _odd(f"the key {key!r} occurs twice: keep one", key_node)
             found[key] = self.construct_object(value_node, deep=True)
         return found
 
     def plain_number(self, node: yaml.ScalarNode) -> float:
         value = self.construct_yaml_float(node)
         if not math.isfinite(value):
-            raise yaml.MarkedYAMLError(problem=f"{node.value} is no finite number", problem_mark=node.start_mark)
+            raise _odd(f"{node.value} is no finite number", node)
         return value
 
+    def plain_text(self, node: yaml.ScalarNode) -> str:
+        value = self.construct_yaml_str(node)
+        if any("\ud800" <= character <= "\udfff" for character in value):
+            raise _odd("half of a surrogate pair is no character", node)
+        return str(value)
+
     def refused(self, node: yaml.Node) -> Any:
-        raise yaml.MarkedYAMLError(problem=f"{node.tag.rpartition(':')[2]} values are not read; quote the text",
-                                   problem_mark=node.start_mark)
+        known = node.tag.removeprefix(_TAG)
+        what = f"{known} values are" if known in _REFUSED else f"the tag {node.tag!r} is"
+        mend = "write the keys out" if known == "merge" else "quote the text, or leave the tag out"
+        raise _odd(f"{what} not read: {mend}", node)
 
 
-_Plain.add_constructor("tag:yaml.org,2002:map", _Plain.plain_mapping)
-_Plain.add_constructor("tag:yaml.org,2002:float", _Plain.plain_number)
-for _kind in ("timestamp", "binary", "set", "omap", "pairs", "merge"):
-    _Plain.add_constructor(f"tag:yaml.org,2002:{_kind}", _Plain.refused)
+_Plain.add_constructor(f"{_TAG}map", _Plain.plain_mapping)
+_Plain.add_constructor(f"{_TAG}str", _Plain.plain_text)
+_Plain.add_constructor(f"{_TAG}float", _Plain.plain_number)
+for _tag in (*(f"{_TAG}{kind}" for kind in _REFUSED), None):  # None: any tag that is not known
+    _Plain.add_constructor(_tag, _Plain.refused)
 
 
 def read_yaml(path: Path, fault: Callable[[str, str], ToolkitError], hint: str) -> dict[Any, Any]:
@@ -72,8 +87,21 @@ def read_yaml(path: Path, fault: Callable[[str, str], ToolkitError], hint: str) 
         content = yaml.load(path.read_text(encoding="utf-8"), _Plain)
     except OSError as error:
         raise fault(f"cannot read {path}: {error.strerror or error}", hint) from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise fault(f"{path} is not YAML: {' '.join(str(error).split())[:300]}", hint) from error
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        said = " ".join(f"{error.context or ''} {error.problem or 'a fault'}".split())
+        raise fault(f"{path} is not YAML as it is read here{where}: {said[:300]}", hint) from error
+    except UnicodeDecodeError as error:
+        where = f"byte {error.object[error.start]:#04x} at {error.start}"
+        raise fault(f"{path} is not YAML: {where} is not UTF-8", hint) from error
+    except RecursionError as error:
+        raise fault(f"{path} is nested too deeply to be read", hint) from error
+    except (yaml.YAMLError, ValueError) as error:
+        said = " ".join(str(error).partition(";")[0].split())
+        raise fault(f"{path} is not YAML: {said[:300]}", hint) from error
+    if content is None:
+        raise fault(f"{path} is empty: it holds no key", hint)
     if not isinstance(content, dict):
-        raise fault(f"{path} holds {type(content).__name__}, not a mapping", hint)
+        raise fault(f"{path} holds {_NAMES.get(type(content), 'a value')}, not a mapping of keys to values", hint)
     return content

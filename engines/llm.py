@@ -9,17 +9,20 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from calib.errors import UsageError, shown
 from calib.text import Tokenizer
+from engines.asked import id_rows, prompt_of, prompts_of, token_ids
 from engines.engine import Engine
 from engines.errors import EngineError, LimitError
+from engines.numbers import whole
 from engines.request import CONFLICT, CompletionOutput, PromptScore, RequestOutput, SamplingParams
 from engines.runtime.choices import Choices
 from engines.runtime.events import TokenEvent
@@ -31,6 +34,7 @@ from engines.runtime.runner import CpuRunner
 if TYPE_CHECKING:
     from engines.runtime.cuda.open import GpuEngine
 
+_PARAMS = "Give SamplingParams(max_tokens=16), or a list with one for each prompt."
 Prompts = str | Sequence[str] | Sequence[Sequence[int]]
 
 
@@ -43,6 +47,8 @@ class LLM:
         ``prefix_cache`` False computes every prompt whole (for measurements); otherwise prompts that begin like earlier
         ones use what those left in the KV cache.
         """
+        if not isinstance(engine, Engine | Path | str):
+            raise UsageError(f"the engine is {shown(engine)}", "Give an Engine, or the path of one.")
         self.engine = engine if isinstance(engine, Engine) else Engine.open(engine)
         self._memory = MemoryWatch()
         plan, limits = self.engine.plan, self.engine.plan.limits
@@ -113,20 +119,17 @@ class LLM:
         """KV blocks (free + used + cached = all), queue lengths, and counts since the engine was opened."""
         return self._open.stats() | ({} if self._gpu is None else self._gpu.stats())
 
-    def _ids(self, prompts: Prompts) -> list[list[int]]:
-        if isinstance(prompts, str):
-            prompts = [prompts]
-        return [self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(map(int, prompt))
-                for prompt in prompts]
+    def _ids(self, prompts: list[str | list[int]]) -> list[list[int]]:
+        return [self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
 
     def generate(self, prompts: Prompts, params: SamplingParams | Sequence[SamplingParams] | None = None
                  ) -> list[RequestOutput]:
         """Continue prompts (text, texts, or token ids), in one batch as far as the limits allow; in order.
 
-        ``params`` is one for all or one each. LimitError before anything is computed when a prompt does not fit;
-        EngineError when one failed, after the others are done.
+        ``params`` is one for all or one each. UsageError for what is neither text nor ids; LimitError before anything
+        is computed when a prompt does not fit; EngineError when one failed, after the others are done.
         """
-        ids = self._ids(prompts)
+        ids = self._ids(prompts_of(prompts))
         each = self._params_for(params, len(ids))
         with self._lock:
             loop = self._open
@@ -146,6 +149,10 @@ class LLM:
     def _params_for(params: SamplingParams | Sequence[SamplingParams] | None, count: int) -> list[SamplingParams]:
         if params is None or isinstance(params, SamplingParams):
             return [params or SamplingParams()] * count
+        wrong = params if isinstance(params, str | bytes) or not isinstance(params, Sequence) else next(
+            (one for one in params if not isinstance(one, SamplingParams)), None)
+        if wrong is not None:
+            raise UsageError(f"sampling parameters are {shown(wrong)}", _PARAMS)
         if len(params) != count:
             raise EngineError(f"{len(params)} sampling parameters for {count} prompts", "Give one, or one each.")
         return list(params)
@@ -163,8 +170,8 @@ class LLM:
         Concatenated, the texts equal ``generate``'s text. Other calls wait until the stream ends or is closed. With
         n > 1 deltas of the continuations alternate; ``outputs[0].index`` says whose they are.
         """
-        params = params or SamplingParams()
-        [ids] = self._ids([prompt] if isinstance(prompt, str) else [list(prompt)])
+        [params] = self._params_for(params, 1)
+        [ids] = self._ids([prompt_of(prompt)])
         with self._lock:
             loop = self._open
             index_of: dict[int, int] = {}
@@ -184,14 +191,21 @@ class LLM:
 
         ``top_k`` adds the most probable tokens of every row; ``at_ids`` ([n-1, k] a prompt) those at given ids.
         """
-        if at_ids is not None and len(at_ids) != len(prompts):
-            raise EngineError(f"{len(at_ids)} at_ids for {len(prompts)} prompts", "Give one array a prompt.")
+        asked = _id_lists(prompts, "prompts")
+        wanted = None if at_ids is None else [id_rows(one, f"at_ids {at}")
+                                              for at, one in enumerate(_listed(at_ids, "at_ids"))]
+        try:
+            top_k = whole(top_k)
+        except ValueError as error:
+            raise UsageError(f"top_k {error}", "Give a number of tokens, like top_k=5.") from error
+        if wanted is not None and len(wanted) != len(asked):
+            raise EngineError(f"{len(wanted)} at_ids for {len(asked)} prompts", "Give one array a prompt.")
         with self._lock:
             loop = self._open
             numbers: list[int] = []
             try:
-                for index, prompt in enumerate(prompts):
-                    numbers.append(loop.admit_score(list(prompt), top_k, None if at_ids is None else at_ids[index]))
+                for index, prompt in enumerate(asked):
+                    numbers.append(loop.admit_score(prompt, top_k, None if wanted is None else wanted[index]))
                 self._run(loop)
                 return [loop.take_score(number) for number in numbers]
             except BaseException:
@@ -206,8 +220,8 @@ class LLM:
         A PromptScore over each continuation's own tokens, equal to ``loglikelihood`` of context + continuation within
         1e-5: on a CPU the context is computed once (``engines.runtime.choices``).
         """
-        asked = [Choices(list(context), [list(one) for one in each]) for context, each in questions]
-        if any(not question.context or not all(question.continuations) for question in asked):
+        asked = [_question(one, at) for at, one in enumerate(_listed(questions, "questions"))]
+        if any(not one.context or not one.continuations or not all(one.continuations) for one in asked):
             raise EngineError("a context or a continuation is empty: 0 tokens", "Give at least one token on each side.")
         with self._lock:
             found = self._open.score_choices(asked)
@@ -219,6 +233,23 @@ class LLM:
             found[i] = [PromptScore(score.logprobs[start:], score.greedy[start:])
                         for score in itertools.islice(scored, len(asked[i].continuations))]
         return [scores for scores in found if scores is not None]
+
+
+def _listed(values: Any, what: str) -> list[Any]:
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Sequence | np.ndarray | torch.Tensor):
+        raise UsageError(f"{what} are {shown(values)}, not a list", "Give a list with an entry for each prompt.")
+    return list(values)
+
+
+def _id_lists(prompts: Any, what: str) -> list[list[int]]:
+    return [token_ids(prompt, f"{what.removesuffix('s')} {at}") for at, prompt in enumerate(_listed(prompts, what))]
+
+
+def _question(question: Any, at: int) -> Choices:
+    parts = _listed(question, f"question {at}'s parts")
+    if len(parts) != 2:
+        raise UsageError(f"question {at} has {len(parts)} parts", "Give (context ids, [continuation ids, ...]).")
+    return Choices(token_ids(parts[0], f"the context of question {at}"), _id_lists(parts[1], "continuations"))
 
 
 def failure(reason: str | None) -> EngineError:

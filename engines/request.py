@@ -7,13 +7,17 @@ exist here; a value outside its range is refused at construction with the value.
 from __future__ import annotations
 
 import hashlib
-from typing import Annotated, Literal
+import re
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import numpy as np
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic.dataclasses import dataclass as checked
 
+from calib.errors import UsageError, name_hint
+from calib.faults import fault_words
 from calib.scheme import Frozen
+from engines.numbers import number, whole
 
 #: ``stop``: an end token, a stop string, or a finished grammar. ``deadline``: its time was over. ``error``: a fault
 #: that stayed in this request.
@@ -26,14 +30,45 @@ CONFLICT = "the request forbids every token: "
 MAX_GRAMMAR_BYTES = 64 * 1024
 
 
-class Grammar(Frozen):
+#: How each setting is written, for whoever wrote it otherwise.
+_WRITTEN = {"n": "2", "max_tokens": "128", "min_tokens": "0", "temperature": "0.7", "top_k": "50", "top_p": "0.95",
+            "min_p": "0.05", "presence_penalty": "0.5", "frequency_penalty": "0.5", "repetition_penalty": "1.1",
+            "logit_bias": "{1234: -5.0}", "seed": "7", "stop": "['\\n\\n', 'END']", "stop_bytes": "[b'\\x00']",
+            "stop_token_ids": "[2]", "bad_words": "['secret']", "ignore_eos": "True", "logprobs": "5",
+            "kind": "'regex'", "source": "'[0-9]+'",
+            "grammar": "Grammar(kind='regex', source='[0-9]+')"}
+
+
+def _token_of_key(key: object) -> int:
+    """A token id as a key; in JSON keys are texts, so a number's digits are taken too."""
+    return int(key) if isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 20 else whole(key)
+
+
+Whole = Annotated[int, BeforeValidator(whole)]
+Number = Annotated[float, BeforeValidator(number)]
+Id = Annotated[int, BeforeValidator(_token_of_key)]
+
+
+class _Given(Frozen):
+    """A record that callers make by hand: what is wrong with a value is said in words, not in pydantic's report."""
+
+    if not TYPE_CHECKING:  # a checker reads the fields
+        def __init__(self, **settings: Any) -> None:
+            """UsageError for a setting that is none; its cause is pydantic's."""
+            try:
+                super().__init__(**settings)
+            except ValidationError as error:
+                raise UsageError(*_refusal(error, type(self))) from error
+
+
+class Grammar(_Given):
     """What a generation must match as a whole: a JSON schema (JSON text), a regular expression, or a Lark grammar."""
 
     kind: Literal["json_schema", "regex", "lark"]
     source: str = Field(min_length=1, max_length=MAX_GRAMMAR_BYTES)
 
 
-class SamplingParams(Frozen):
+class SamplingParams(_Given):
     """How tokens are chosen and when a sequence ends. ``temperature`` 0 is greedy.
 
     ``seed`` makes a request reproducible on its own: the random number of a token depends on (seed, position) only.
@@ -51,25 +86,27 @@ class SamplingParams(Frozen):
     ``stop_token_ids``. ``bad_words`` never appear in what it writes, however tokens would spell them.
     """
 
-    n: int = Field(default=1, ge=1, le=128)
-    max_tokens: int = Field(default=128, ge=0)
-    min_tokens: int = Field(default=0, ge=0)
-    temperature: float = Field(default=0.0, ge=0.0, le=100.0)
-    top_k: int = Field(default=0, ge=0, lt=2**31, description="0 keeps every token")
-    top_p: float = Field(default=1.0, gt=0.0, le=1.0)
-    min_p: float = Field(default=0.0, ge=0.0, le=1.0)
-    presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
-    frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
-    repetition_penalty: float = Field(default=1.0, ge=0.01, le=10.0)
-    logit_bias: dict[int, float] = Field(default_factory=dict, max_length=1024)
-    seed: int | None = Field(default=None, ge=0, lt=2**63)
-    stop: tuple[str, ...] = Field(default=(), max_length=16)
+    n: Whole = Field(default=1, ge=1, le=128)
+    max_tokens: Whole = Field(default=128, ge=0)
+    min_tokens: Whole = Field(default=0, ge=0)
+    temperature: Number = Field(default=0.0, ge=0.0, le=100.0)
+    top_k: Whole = Field(default=0, ge=0, lt=2**31, description="0 keeps every token")
+    top_p: Number = Field(default=1.0, gt=0.0, le=1.0)
+    min_p: Number = Field(default=0.0, ge=0.0, le=1.0)
+    presence_penalty: Number = Field(default=0.0, ge=-2.0, le=2.0)
+    frequency_penalty: Number = Field(default=0.0, ge=-2.0, le=2.0)
+    repetition_penalty: Number = Field(default=1.0, ge=0.01, le=10.0)
+    logit_bias: dict[Id, Number] = Field(default_factory=dict, max_length=1024)
+    seed: Whole | None = Field(default=None, ge=0, lt=2**63)
+    stop: tuple[Annotated[str, Field(strict=True)], ...] = Field(default=(), max_length=16)
     stop_bytes: tuple[bytes, ...] = Field(default=(), max_length=16)
-    stop_token_ids: tuple[int, ...] = Field(default=(), max_length=256)
-    bad_words: tuple[Annotated[str, Field(min_length=1, max_length=128)], ...] = Field(default=(), max_length=32)
-    ignore_eos: bool = False
-    logprobs: int | None = Field(default=None, ge=0, le=20)
+    stop_token_ids: tuple[Whole, ...] = Field(default=(), max_length=256)
+    bad_words: tuple[Annotated[str, Field(min_length=1, max_length=128, strict=True)], ...] = Field(default=(),
+                                                                                                   max_length=32)
+    ignore_eos: bool = Field(default=False, strict=True)
+    logprobs: Whole | None = Field(default=None, ge=0, le=20)
     grammar: Grammar | None = None
+
 
     @model_validator(mode="after")
     def _consistent(self) -> SamplingParams:
@@ -100,6 +137,19 @@ class SamplingParams(Frozen):
     def stepwise(self) -> bool:
         """Whether the token before must be known before the next one may be chosen."""
         return self.penalised or self.grammar is not None or bool(self.bad_words)
+
+
+def _refusal(error: ValidationError, record: type[_Given]) -> tuple[str, str]:
+    """Message and hint for the first setting that cannot be."""
+    first = error.errors()[0]
+    place, words = [str(part) for part in first["loc"] if part != "[key]"], fault_words(first)
+    message = " ".join((f"{record.__name__}:", *([".".join(place)] if place else []), words))
+    if not place:
+        named = [name for name in record.model_fields if re.search(rf"\b{name}\b", words)]
+        return message, f"Change {' or '.join(named) or 'the value'}."
+    if first["type"] == "extra_forbidden":
+        return message, name_hint(place[-1], record.model_fields)
+    return message, f"Write it like {place[0]}={_WRITTEN[place[0]]}."
 
 
 def seed_of(seed: int, index: int) -> int:

@@ -24,6 +24,7 @@ from pydantic import Field, ValidationError
 
 from calib.artifact import MANIFEST, canonical_json, sha256_hex, write_atomic
 from calib.errors import UnknownNameError
+from calib.faults import fault_words
 from calib.json_text import parse_object
 from calib.scheme import Frozen
 from evals.errors import DataError, DataMissingError
@@ -91,10 +92,12 @@ def _read_manifest(folder: Path) -> DataManifest:
     if not path.is_file():
         raise DataMissingError(f"{folder} is no prepared data: it has no {MANIFEST}", "Run `toolkit data prepare`.")
     try:
-        manifest = DataManifest.model_validate_json(path.read_bytes())
+        manifest = DataManifest.model_validate(parse_object(path.read_bytes(), str(path), DataError,
+                                                            "Prepare the data again."))
     except ValidationError as error:
-        raise DataError(f"{path}: {error.errors()[0]['loc']}: {error.errors()[0]['msg']}",
-                        "Prepare the data again.") from error
+        first = error.errors()[0]
+        raise DataError(f"{path}: {'.'.join(map(str, first['loc']))}: {fault_words(first)}", "Prepare the data again."
+                        ) from error
     unlisted = sorted(file.name for file in folder.glob("*.jsonl") if file.name not in manifest.files)
     if unlisted:
         raise DataError(f"{folder} holds {unlisted[0]}, which its {MANIFEST} does not list",

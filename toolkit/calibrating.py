@@ -40,16 +40,22 @@ def with_rows(recipe: Recipe, rows: int | None) -> Recipe:
     return recipe if rows is None else recipe.model_copy(update={"rows": rows})
 
 
-def explain(name: str, recipe: Recipe) -> list[Setting]:
-    """Every value of the recipe ``name`` with its origin; ``recipe`` is what ``with_rows`` made of it."""
+def explain(name: str, recipe: Recipe, seed: int = 0) -> list[Setting]:
+    """Every value of the recipe ``name`` with its origin; ``recipe`` is what ``with_rows`` made of it, ``seed`` what
+    ``--seed`` adds to the recipe's own: rows are drawn by the sum."""
     from calib.recipe import Setting
     from calib.recipe import explain as values
 
-    return [Setting("rows", recipe.rows, "--rows") if setting.key == "rows" and setting.value != recipe.rows else
-            setting for setting in values(name)]
+    def said(setting: Setting) -> Setting:
+        if setting.key == "rows" and setting.value != recipe.rows:
+            return Setting("rows", recipe.rows, "--rows")
+        if setting.key == "seed" and seed:
+            return Setting("seed", setting.value + seed, f"{setting.value} ({setting.origin}) + --seed {seed}")
+        return setting
+    return [said(setting) for setting in values(name)]
 
 
-def text_size(recipe: Recipe, kv_cache: KvChoice, rows: int | None, length: int | None, **others: str | bool | None
+def text_size(recipe: Recipe, kv_cache: KvChoice, rows: int | None, length: int | None, **others: str | int | None
               ) -> tuple[int, int]:
     """Rows of calibration text and tokens of one. UsageError where they, or ``others`` (options by name), are asked for
     by a recipe that reads no text."""

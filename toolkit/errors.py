@@ -5,12 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from calib.errors import ENVIRONMENT, ToolkitError, UnknownNameError
-
-
-class UsageError(ToolkitError):
-    """A command was given something that it cannot work with."""
-
-    code = "usage"
+from calib.errors import UsageError as UsageError  # below, for the engine's own callers from Python
 
 
 class JobError(ToolkitError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -78,7 +79,8 @@ def checkpoint_of(shop: Workshop, ref: Ref, engine: EngineJob, check: Callable[[
     # Nobody said how much text: as many rows as the recipe asks for, as long as the model reads.
     settings = usual.model_copy(update={"rows": max(usual.rows, recipe.rows), "length": length})
     refuse_for_engine(model, recipe, engine.kv_cache, check, length=length, offline=shop.offline)
-    return stages.checkpoint(shop, material(shop, model, recipe, engine.kv_cache, settings, seed), engine)
+    drawn = material(shop, model, recipe, engine.kv_cache, settings, seed + recipe.seed)
+    return stages.checkpoint(shop, replace(drawn, seed=seed), engine)
 
 
 def engine_of(shop: Workshop, name: str, engine: EngineJob | None = None, limits: Limits | None = None) -> Engine:

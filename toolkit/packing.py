@@ -7,8 +7,9 @@ The members are safetensors, JSON and text. The same engine gives the same bytes
 left out. Any zip tool can list and unpack it.
 
 A file from elsewhere is not trusted. Its names must be exactly those of the manifest it holds (relative, without
-``..``, each once, no links, nothing compressed or encrypted), and its sizes those that the manifest names; bytes are
-hashed while they are copied; the folder gets its name last. Source of the format: PKWARE's APPNOTE.TXT, version 6.3.
+``..``, each once, no links, nothing compressed or encrypted), and its sizes those that the manifest names; no byte
+stands before, between or behind what ``pack`` writes (``toolkit.zip_layout``); bytes are hashed while they are copied;
+the folder gets its name last. Source of the format: PKWARE's APPNOTE.TXT, version 6.3.
 """
 
 from __future__ import annotations
@@ -19,18 +20,16 @@ import stat
 import zipfile
 from pathlib import Path, PurePosixPath
 
-from pydantic import ValidationError
-
-from calib.artifact import MANIFEST, Artifact, Manifest, file_sha256
+from calib.artifact import MANIFEST, Artifact, Manifest, file_sha256, parse_manifest
 from calib.errors import ArtifactError
 from calib.progress import Progress, Report, silent
 from toolkit.turns import alone
+from toolkit.zip_layout import ATTRIBUTES, EPOCH, UNIX, UTF8, odd_place
 
 #: What a zip archive begins with.
 MAGIC = b"PK\x03\x04"
 _PIECE = 1 << 20
 _MANIFEST_BYTES = 256 << 20
-_EPOCH = (1980, 1, 1, 0, 0, 0)
 _HINT = "Copy the file again, or pack the engine again."
 
 
@@ -66,8 +65,8 @@ def pack(artifact: Artifact, out: Path, report: Report = silent) -> Path:
 
 
 def _add(archive: zipfile.ZipFile, path: Path, name: str) -> None:
-    member = zipfile.ZipInfo(name, _EPOCH)
-    member.create_system, member.external_attr = 3, (stat.S_IFREG | 0o644) << 16
+    member = zipfile.ZipInfo(name, EPOCH)
+    member.create_system, member.external_attr = UNIX, ATTRIBUTES
     member.file_size = path.stat().st_size
     with path.open("rb") as source, archive.open(member, "w") as written:
         shutil.copyfileobj(source, written, _PIECE)
@@ -82,7 +81,7 @@ def read_manifest(path: Path) -> Manifest:
 def _opened(path: Path) -> zipfile.ZipFile:
     try:
         return zipfile.ZipFile(path)
-    except (zipfile.BadZipFile, OSError, ValueError) as error:
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError) as error:  # that one: of a later zip version
         raise ArtifactError(f"{path} is no packed engine: {error}", _HINT) from error
 
 
@@ -96,20 +95,29 @@ def _checked(archive: zipfile.ZipFile, path: Path) -> Manifest:
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts or "\\" in name:
             raise ArtifactError(f"file path {name[:200]!r} in {path} leaves its artifact", "Do not use this file.")
         kind = stat.S_IFMT(member.external_attr >> 16)
-        if member.compress_type != zipfile.ZIP_STORED or member.flag_bits & 1 or kind not in (0, stat.S_IFREG):
+        if member.compress_type != zipfile.ZIP_STORED or member.flag_bits & ~UTF8 or kind not in (0, stat.S_IFREG):
             raise ArtifactError(f"{name[:200]!r} in {path} is compressed, encrypted or no plain file", _HINT)
     if sum(member.file_size for member in members.values()) > path.stat().st_size:
         raise ArtifactError(f"{path} says it holds more bytes than it has", "Do not use this file.")
     try:
-        manifest = Manifest.model_validate_json(archive.read(MANIFEST))
-    except (ValidationError, zipfile.BadZipFile, OSError, EOFError) as error:
-        raise ArtifactError(f"{MANIFEST} in {path} cannot be read: {str(error).splitlines()[0]}", _HINT) from error
+        manifest = parse_manifest(archive.read(MANIFEST), f"{MANIFEST} in {path}", _HINT)
+    except (zipfile.BadZipFile, OSError, EOFError) as error:
+        raise ArtifactError(f"{MANIFEST} in {path} cannot be read: {_said(error)}", _HINT) from error
     listed = {name: entry.bytes for name, entry in manifest.files.items()}
     found = {name: member.file_size for name, member in members.items() if name != MANIFEST}
     if listed != found:
         odd = sorted(listed.items() ^ found.items())[0][0]
         raise ArtifactError(f"{path} does not hold what its manifest lists: {odd[:200]!r}", _HINT)
+    if list(members) != [MANIFEST, *sorted(listed)]:
+        raise ArtifactError(f"{path} holds its files in another order than they are packed in", _HINT)
+    if place := odd_place(archive, path):
+        raise ArtifactError(f"{path} is not as it was packed: {place}", _HINT)
     return manifest
+
+
+def _said(error: Exception) -> str:
+    """zipfile's words; at the end of a file it has none."""
+    return next(iter(str(error).splitlines()), "it is cut off")
 
 
 def unpack(path: Path, out: Path, report: Report = silent) -> Artifact:
@@ -134,7 +142,7 @@ def unpack(path: Path, out: Path, report: Report = silent) -> Artifact:
         Artifact.open(partial)
         partial.replace(out)
     except (zipfile.BadZipFile, EOFError) as error:
-        raise ArtifactError(f"{path} is damaged: {error}", _HINT) from error
+        raise ArtifactError(f"{path} is damaged: {_said(error)}", _HINT) from error
     except OSError as error:
         raise ArtifactError(f"cannot write {out}: {error.strerror or error}", "Free disk space or choose another place."
                             ) from error

@@ -13,7 +13,7 @@ with the same digests; a job that is run again does nothing but print.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -132,7 +132,7 @@ def _run(shop: Workshop, plan: Plan) -> list[StoredRow]:
     job, steps = plan.job, _Steps(shop, plan)
     settings = stages.eval_settings(job.evaluation, job.seed, plan.policy)
     steps.begin("pack calibration data")
-    stuff = stages.material(shop, plan.model, plan.data, plan.choose, job.calibration, job.seed, plan.evaluation)
+    stuff = _materials(shop, plan)
     steps.begin("judge the unquantized model")
     against = stages.baseline(shop.named("unquantized model"), QuantizedCheckpoint.open(plan.model), plan.evaluation,
                               settings)
@@ -141,8 +141,28 @@ def _run(shop: Workshop, plan: Plan) -> list[StoredRow]:
     for number, engine in enumerate(job.engines, 1):
         label = stages.label_of(engine)
         part = shop.named(f"{number}/{len(job.engines)} {label}")
-        rows.append(_engine_row(part, plan, stuff, engine, against, settings, steps, label))
+        rows.append(_engine_row(part, plan, stuff[engine], engine, against, settings, steps, label))
     return rows
+
+
+def _materials(shop: Workshop, plan: Plan) -> dict[EngineJob, Material]:
+    """What each engine is calibrated on: rows drawn by the job's seed and its recipe's, or none, and then no seed."""
+    from calib.recipe import load_recipe
+
+    job, bare = plan.job, stages.Material(plan.model, stages.model_digest(plan.model), None, [], 0)
+    drawn: dict[int, Material] = {}
+    found = {}
+    for engine in job.engines:
+        recipe = load_recipe(engine.recipe)
+        if not recipe.needs_data(engine.kv_cache):
+            found[engine] = bare
+            continue
+        if recipe.seed not in drawn:
+            made = stages.material(shop, plan.model, plan.data, plan.choose, job.calibration, job.seed + recipe.seed,
+                                   plan.evaluation)
+            drawn[recipe.seed] = replace(made, seed=job.seed)
+        found[engine] = drawn[recipe.seed]
+    return found
 
 
 def _engine_row(shop: Workshop, plan: Plan, stuff: Material, engine: EngineJob, against: Baseline,

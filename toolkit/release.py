@@ -13,7 +13,6 @@ at the old release, and goes on where it was when it is started again. Publishin
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from calib.artifact import Artifact, canonical_json, sha256_hex
+from calib.json_text import parse_object
 from calib.progress import Progress, Report, silent
 from calib.scheme import Frozen
 from evals.report import Row, Verdict
@@ -35,6 +35,7 @@ from toolkit.target import Target
 
 AUDIT_FILE = "audit.jsonl"
 STATEMENT = "provenance.json"
+_CHANGED = "Somebody changed it; take it from a copy."
 _ALIAS = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
 
 
@@ -210,10 +211,10 @@ def read_index(target: Target) -> oci.Index:
     """DamagedReleaseError when it is no index."""
     content = target.read(oci.INDEX_FILE)
     try:
-        return oci.Index.model_validate_json(content) if content is not None else oci.Index()
+        return oci.Index() if content is None else oci.Index.model_validate(parse_object(
+            content, f"{oci.INDEX_FILE} in {target.name}", DamagedReleaseError, _CHANGED))
     except ValidationError as error:
-        raise DamagedReleaseError(f"{oci.INDEX_FILE} in {target.name} is no OCI index",
-                                  "Somebody changed it; take it from a copy.") from error
+        raise DamagedReleaseError(f"{oci.INDEX_FILE} in {target.name} is no OCI index", _CHANGED) from error
 
 
 def read_audit(target: Target) -> list[AuditEntry]:
@@ -221,7 +222,8 @@ def read_audit(target: Target) -> list[AuditEntry]:
     entries = []
     for number, line in enumerate((target.read(AUDIT_FILE) or b"").splitlines(), 1):
         try:
-            entries.append(AuditEntry.model_validate_json(line))
+            entries.append(AuditEntry.model_validate(parse_object(line, f"{AUDIT_FILE} line {number} in {target.name}",
+                                                                  DamagedReleaseError, "Somebody changed the log.")))
         except ValidationError as error:
             raise DamagedReleaseError(f"{AUDIT_FILE} line {number} in {target.name} is no log entry",
                                       "Somebody changed the log.") from error
@@ -264,8 +266,9 @@ def _parsed(target: Target, entry: oci.Descriptor, kind: Any) -> Any:
         raise DamagedReleaseError(f"{entry.blob} in {target.name} is {'missing' if content is None else 'changed'}",
                                   "Run `toolkit releases verify`.")
     try:
-        return kind.model_validate(json.loads(content))
-    except (ValueError, ValidationError) as error:
+        return kind.model_validate(parse_object(content, f"{entry.blob} in {target.name}", DamagedReleaseError,
+                                                "Run `toolkit releases verify`."))
+    except ValidationError as error:
         raise DamagedReleaseError(f"{entry.blob} in {target.name} is no {kind.__name__}",
                                   "It was written by another version of the toolkit.") from error
 

@@ -71,7 +71,7 @@ def read_header(path: Path) -> dict[str, TensorMeta]:
         raise MissingWeightsError(f"{path} is missing", "Copy or download the model folder again.") from error
     except OSError as error:
         raise MissingWeightsError(f"{path} cannot be read: {error.strerror or error}", _AGAIN) from error
-    header = parse_object(text, f"the header of {path}", MissingWeightsError, _AGAIN, unique=True)
+    header = parse_object(text, f"the header of {path}", MissingWeightsError, _AGAIN)
     found = {name: _tensor_meta(path, name, entry) for name, entry in header.items() if name != "__metadata__"}
     _check_places(path, {name: header[name]["data_offsets"] for name in found}, 8 + length, size)
     return found
@@ -122,7 +122,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _read_index(path: Path) -> dict[str, str]:
     """Tensor -> file of a sharded folder. A file is a plain name: an index cannot reach outside its folder."""
-    placed = parse_object(path.read_bytes(), str(path), MissingWeightsError, _AGAIN, unique=True).get("weight_map")
+    placed = parse_object(path.read_bytes(), str(path), MissingWeightsError, _AGAIN).get("weight_map")
     if not isinstance(placed, dict) or not placed:
         raise MissingWeightsError(f"{path} has no weight_map", _AGAIN)
     for tensor, name in placed.items():

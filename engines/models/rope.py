@@ -25,16 +25,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from pydantic import Field
+from pydantic import Field, ValidationError
 
+from calib.config import ROPE_KINDS as KINDS
+from calib.config import RopeKind as Kind
+from calib.faults import fault_words
 from calib.scheme import Frozen
 from engines.errors import EngineError
-
-Kind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
-KINDS: tuple[Kind, ...] = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 
 
 class RopeFacts(Frozen):
@@ -92,6 +92,13 @@ def rope_facts(config: Mapping[str, Any], *, theta: float = 10000.0, partial: bo
     except KeyError as error:
         raise EngineError(f"the {kind} rope of config.json has no {error.args[0]!r}", "Copy the model folder again."
                           ) from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise EngineError(f"the {kind} rope of config.json: {first['loc'][0]} {fault_words(first)}",
+                          "Correct config.json, or copy the model folder again.") from error
+    except (TypeError, ValueError, ArithmeticError) as error:  # a text or a negative number that is reckoned with
+        raise EngineError(f"the {kind} rope of config.json cannot be reckoned with: {error}",
+                          "Its factors and lengths are positive numbers; copy the model folder again.") from error
 
 
 def _scaling(kind: Kind, found: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:

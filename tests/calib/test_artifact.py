@@ -65,6 +65,17 @@ def test_a_changed_artifact_does_not_open(tmp_path, damage, what):
         Artifact.open(tmp_path / "a")
 
 
+def test_a_manifest_that_says_one_thing_twice_does_not_open(tmp_path):
+    place = write(tmp_path / "a").path / MANIFEST
+    said = place.read_text().rstrip()
+    place.write_text(said[:-1] + ', "kind": "engine"}')
+    with pytest.raises(ArtifactError, match=r"manifest\.json: the name 'kind' occurs twice, with .* and 'engine'"):
+        Artifact.open(tmp_path / "a")
+    place.write_text(said.replace('"parents"', '"parent"'))
+    with pytest.raises(ArtifactError, match=r"manifest\.json is damaged: parents: is missing"):
+        Artifact.open(tmp_path / "a")
+
+
 def test_kind_and_format_must_match_and_verify_rereads(tmp_path):
     made = write(tmp_path / "a")
     with pytest.raises(ArtifactError, match="not a engine"):

@@ -13,7 +13,7 @@ from calib.architecture import check_weights
 from calib.artifact import Artifact
 from calib.artifact_writer import ArtifactWriter
 from calib.checkpoint import QuantizedCheckpoint
-from calib.config import check_complete, read_config
+from calib.config import check_complete, check_config, read_config
 from calib.dataset import CalibrationSet, CalibrationTextError
 from calib.errors import ArtifactError, CalibError
 from calib.formats.hf import INDEX, SINGLE, MissingWeightsError, Shards, read_header
@@ -126,7 +126,12 @@ def test_sound_shards_open(folder):
     ({"hidden_size": -64}, "-64"), ({"hidden_size": 66, "head_dim": None}, "cannot be divided"),
     ({"vocab_size": None}, "None"),
     ({"rms_norm_eps": 0}, "not a number above 0"), ({"rope_parameters": "x"}, "not an object"),
-    ({"rope_parameters": {"rope_theta": float("nan")}}, "nan"), ({"rope_theta": "big"}, "'big'"),
+    ({"rope_parameters": {"rope_theta": float("nan")}}, "nan"),
+    ({"rope_scaling": {"rope_type": "su"}}, "rope_scaling: rope_type is 'su', which is not supported"),
+    ({"rope_scaling": {"type": "ntk"}}, "rope_scaling: type is 'ntk', which is not supported"),
+    ({"rope_parameters": {"full_attention": {"rope_type": None}}}, "full_attention: rope_type is None"),
+    ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, "rope_scaling: factor is '2', not a number above 0"),
+    ({"rope_theta": "big"}, "'big'"),
     ({"architectures": {"a": 1}}, "not a list of names"), ({"architectures": [["Llama"]]}, "not a list of names"),
     ({"model_type": 5}, "not a name"), ({"tie_word_embeddings": "maybe"}, "not true or false"),
     ({"quantization_config": [1]}, "not an object"), ({"max_position_embeddings": "a lot"}, "'a lot'")])
@@ -142,7 +147,8 @@ def test_a_config_value_that_cannot_be_meant_is_named(folder, changes, message):
 @pytest.mark.parametrize(("text", "message"), [
     (b"", "not JSON"), (b"[]", "a list"), (b"5", "a number"), (b"[" * 100_000, "nested"), (b"\xff{}", "not UTF-8"),
     (b'{"a": ' + b"9" * 5000 + b"}", "4300 digits"), ('{"a": 1}'.encode("utf-16"), "not UTF-8"),
-    (b'{"a": "\\ud800"}', "surrogate")])
+    (b'{"a": "\\ud800"}', "surrogate"), (b'{"a": 1, "b": {"c": 2, "c": 3}}',
+     r"config\.json: the name 'c' occurs twice, with 2 and 3\nKeep one of the two")])
 def test_what_is_no_config_is_refused(folder, text, message):
     (folder / "config.json").write_bytes(text)
     with pytest.raises(CalibError, match=message):
@@ -153,7 +159,14 @@ def test_json_is_read_as_it_is_meant():
     assert parse_json('{"a": "\\ud83d\\ude00"}', "x", CalibError) == {"a": "\U0001f600"}
     assert parse_object(b'\xef\xbb\xbf{"a": 1}', "x", CalibError) == {"a": 1}
     with pytest.raises(CalibError, match="'a' occurs twice"):
-        parse_json('{"a": 1, "a": 2}', "x", CalibError, unique=True)
+        parse_json('{"a": 1, "a": 2}', "x", CalibError)
+
+
+def test_an_unknown_rope_is_told_the_known_ones(folder):
+    config = read_config(folder) | {"rope_scaling": {"rope_type": "su", "factor": 2.0}}
+    with pytest.raises(CalibError) as error:
+        check_config(config, "config.json")
+    assert error.value.hint == "Supported: default, linear, dynamic, yarn, llama3, longrope."
 
 
 def test_a_missing_key_of_the_architecture_is_named(folder):
@@ -208,6 +221,10 @@ def test_tensor_names_are_sorted_whatever_their_digits():
     ("tokenizer_config.json", {"add_bos_token": "yes"}, "'yes', not true or false"),
     ("tokenizer_config.json", {"chat_template": 5}, "is a int"),
     ("tokenizer_config.json", {"chat_template": [{"name": "default"}, 3], "eos_token": None}, None),
+    ("generation_config.json", b'{"eos_token_id": 1, "eos_token_id": 2}',
+     "generation_config.json: the name 'eos_token_id' occurs twice"),
+    ("tokenizer_config.json", b'{"add_bos_token": true, "add_bos_token": false}', "'add_bos_token' occurs twice"),
+    ("special_tokens_map.json", b'{"bos_token": "a", "bos_token": "b"}', "the name 'bos_token'"),
     ("generation_config.json", {"eos_token_id": "x"}, "'x', which is no token"),
     ("generation_config.json", {"eos_token_id": [1, -1]}, "-1, which is no token"),
     ("generation_config.json", {"eos_token_id": 1.5}, "1.5"), ("generation_config.json", [], "a list, not"),
@@ -265,9 +282,11 @@ def bomb(levels=12):
 @pytest.mark.parametrize(("text", "message"), [
     ("a: 1\nb: 2\na: 3\n", "'a' occurs twice"), (bomb(), "aliases are not read"), ("[" * 3000, "nested deeper"),
     ("a: 2026-01-01", "timestamp"), ("a: 2026-99-99", "timestamp"), ("a: .nan", "no finite number"),
-    ("a: !!python/object:os.system {}", "could not determine a constructor"), ("a: !!set {b}", "set values"),
+    ("a: !!python/object:os.system {}", "the tag 'tag:yaml.org,2002:python/object:os.system' is not read"),
+    ("a: !!set {b}", "set values are not read"),
     ("? [1, 2]\n: 3", "a key must be plain text"), ("a: " + "9" * 5000, "4300 digits"), ("- a", "list, not a mapping"),
-    ("", "NoneType"), ("a: {b: 1, b: 2}", "'b' occurs twice"), ("a: \x00", "not YAML"), ("<<: {a: 1}", "merge values")])
+    ("", "x.yaml is empty"), ('a: "\\ud800"', "line 1, column 4: half of a surrogate"),
+    ("a: {b: 1, b: 2}", "'b' occurs twice"), ("a: \x00", "not YAML"), ("<<: {a: 1}", "merge values")])
 def test_yaml_is_read_as_plain_data(tmp_path, text, message):
     (tmp_path / "x.yaml").write_text(text)
     with pytest.raises(CalibError, match=re.escape(message)):

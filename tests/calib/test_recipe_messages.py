@@ -11,7 +11,8 @@ from tiny_llamas import tiny_llama
 from calib import recipe as recipe_module
 from calib.errors import CalibError, UnknownNameError
 from calib.plan import make_plan
-from calib.recipe import WRITTEN, Recipe, load_recipe
+from calib.recipe import Recipe, explain, load_recipe
+from calib.recipe_words import WRITTEN
 
 BUILT_IN = Path(recipe_module.__file__).parent / "recipes"
 
@@ -38,6 +39,28 @@ def refused(folder, text, name="mine.yaml"):
     ("method: magic", "method: must be 'none', 'max', 'smooth', 'awq_lite', 'awq' or 'gptq', not 'magic'", "`method:"),
     ("weight: int8", "weight: must be a mapping of keys to values, not 'int8'", "`weight: {dtype: int8"),
     ("weight: {dtype: int8, granularity: {kind: row}}", "'kind' must be one of 'tensor', 'channel'", "`weight:"),
+    ("weight: {dtype: int8, granularity: {}}", "weight.granularity: 'kind' is missing in {}",
+     "Kinds: `{kind: tensor}`, `{kind: channel}`, `{kind: token}`, `{kind: group, size: 128}`, `{kind: block, rows: "),
+    ("weight: {dtype: int8, granularity: {kind: group, size: 0}}", "weight.granularity.size: must be above 0, not 0",
+     "Write it like `granularity: {kind: group, size: 128}`."),
+    ("weight: {dtype: int8, granularity: {kind: group, size: -128}}", "size: must be above 0, not -128", "size: 128}"),
+    ("weight: {dtype: int8, granularity: {kind: group, size: 1.5}}", "size: must be a whole number, not 1.5", "`gran"),
+    ("weight: {dtype: fp8_e4m3, granularity: {kind: block, row: 1, cols: 2}}",
+     "recipe mine.yaml: weight.granularity.row: is not a known key of kind 'block'",
+     "Did you mean 'rows'? Known: cols, kind, rows. Write it like `granularity: {kind: block, rows: 128, cols: 128}`."),
+    ("weight: {dtype: fp8_e4m3, granularity: {kind: block, cols: 2}}",
+     "recipe mine.yaml: weight.granularity.rows: is missing in kind 'block'", "`granularity: {kind: block, rows: 128,"),
+    ("weight: {dtype: fp8_e4m3, granularity: {kind: block, rows: yes, cols: 2}}",
+     "weight.granularity.rows: must be a whole number, not True", "{kind: block, rows: 128, cols: 128}`."),
+    ("weight: {dtyp: int8}", "recipe mine.yaml: weight.dtyp: is not a known key",
+     "Did you mean 'dtype'? Known: dtype, dynamic, granularity, symmetric. Write it like `weight: {dtype: int8"),
+    ("weight: {1: 2, dtype: int8}", "weight.1: a key must be text, not 1", "Write it like `weight:"),
+    ("activation: {dtype: bf16}", "an activation that is not quantized is written as null, not as bf16", "activation"),
+    ("raised: {int9: [x]}", "raised.int9: must be 'fp8' or 'int8', not 'int9'", "`raised: {int8: "),
+    ("rows: yes", "recipe mine.yaml: rows: must be a whole number, not True", "`rows: 16`"),
+    ("rows: '16'", "rows: must be a whole number, not '16'", "`rows: 16`"),
+    ("alphas: [0, yes]", "alphas.1: must be a number, not True", "`alphas: [0, 0.5, 0.7]`"),
+    ("seed: 99999999999999999999", "seed: must be below 9,223,372,036,854,775,808, not 9", "seed: 0"),
     ("alfas: [0]", "recipe mine.yaml: alfas: is not a known key", "Did you mean 'alphas'?")])
 def test_a_value_is_named_with_what_to_write(tmp_path, line, message, hint):
     said = refused(tmp_path, f"extends: int8\nname: mine\n{line}\n")
@@ -57,6 +80,36 @@ def test_a_search_without_an_end_is_refused_with_its_size(tmp_path, line, messag
     assert line.partition(":")[0] in hint
     (tmp_path / "fine.yaml").write_text("extends: int4_awq\nname: fine\nalpha_step: 0.01\n")
     assert load_recipe(tmp_path / "fine.yaml").alpha_step == 0.01
+
+
+def test_a_variant_without_a_name_is_called_by_its_file(tmp_path):
+    for file, name in (("mine.yaml", "mine"), ("My Recipe (2).yml", "my-recipe-2-"), ("_x.yaml", "x")):
+        (tmp_path / file).write_text("extends: int8\nalphas: [0]\n")
+        assert load_recipe(tmp_path / file).name == name
+    name = next(setting for setting in explain(tmp_path / "mine.yaml") if setting.key == "name")
+    assert (name.value, name.origin) == ("mine", "mine.yaml")
+    (tmp_path / "two.yaml").write_text("extends: mine.yaml\nrows: 4\n")
+    assert load_recipe(tmp_path / "two.yaml").name == "two"
+
+
+@pytest.mark.parametrize(("file", "text", "odd"), [
+    ("mine.yaml", "name: int8\nalphas: [0]\n", "alphas: [0.0] (from mine.yaml), not [0.0, 0.5, 0.7]"),
+    ("mine.yaml", "name: int8\nrows: 4\n", "rows: 4 (from mine.yaml), not 16"),
+    ("mine.yaml", "name: int8\nseed: 7\n", "seed: 7 (from mine.yaml), not 0"),
+    ("int8.yaml", "keep: ['*.down_proj']\n", "keep: ['*.down_proj'] (from int8.yaml), not []"),
+    ("mine.yaml", "name: fp8\n", "method: 'smooth' (from int8.yaml), not 'max'")])
+def test_no_file_passes_for_a_built_in_recipe(tmp_path, file, text, odd):
+    name = "fp8" if "fp8" in text else "int8"
+    message, hint = refused(tmp_path, f"extends: int8\n{text}", file)
+    assert message == f"recipe {file} has the built-in recipe's name {name!r} and another {odd}"
+    assert hint == f"Give it a name of its own, like `name: my-{name}`."
+    with pytest.raises(CalibError, match="has the built-in recipe's name"):
+        explain(tmp_path / file)
+
+
+def test_the_same_values_may_have_the_same_name(tmp_path):
+    (tmp_path / "mine.yaml").write_text("extends: int8\nname: int8\nsummary: ours\n")
+    assert load_recipe(tmp_path / "mine.yaml").name == "int8"
 
 
 def test_an_unknown_key_is_told_the_keys_with_extends(tmp_path):

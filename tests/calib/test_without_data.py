@@ -30,6 +30,22 @@ def test_without_data_it_is_the_checkpoint_that_it_is_with_data(model_folder, ca
     assert verify_checkpoint(alone.path) == []
 
 
+def test_a_seed_without_rows_to_draw_is_no_part_of_the_checkpoint(model_folder, calibration, tmp_path):
+    """Data-free, and a set that is used whole: the record names the seed that chose the rows, not one that did not."""
+    plain, seeded = (quantize(model_folder, load_recipe("fp8_dynamic"), tmp_path / f"free{seed}", seed=seed)
+                     for seed in (0, 7))
+    assert plain.digest == seeded.digest
+    assert plain.artifact.record["seed"] is None
+    whole = [quantize(model_folder, load_recipe("fp8").model_copy(update={"rows": calibration.rows}),
+                      tmp_path / f"whole{seed}", calibration=calibration, seed=seed) for seed in (0, 7)]
+    assert whole[0].digest == whole[1].digest
+    assert whole[0].artifact.record["seed"] == calibration.artifact.record["seed"]
+    drawn = [quantize(model_folder, load_recipe("fp8").model_copy(update={"rows": 2, "seed": 3}),
+                      tmp_path / f"drawn{seed}", calibration=calibration, seed=seed) for seed in (0, 7)]
+    assert drawn[0].digest != drawn[1].digest
+    assert [one.artifact.record["seed"] for one in drawn] == [3, 10]
+
+
 @pytest.mark.parametrize("recipe", ["fp8_block", "fp8_dynamic"])
 def test_without_data_layer_by_layer_is_the_whole_pass(model_folder, tmp_path, recipe):
     whole = quantize(model_folder, load_recipe(recipe), tmp_path / "whole", layerwise="off")

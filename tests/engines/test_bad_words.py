@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from calib.errors import UsageError
 from engines.errors import LimitError
 from engines.llm import LLM
 from engines.request import Grammar, SamplingParams
@@ -103,5 +104,5 @@ def test_bytes_may_end_an_answer(llm) -> None:
 
 def test_words_are_bounded() -> None:
     for words in (("",), ("a" * 129,), tuple(map(str, range(33)))):
-        with pytest.raises(ValueError, match="bad_words"):
+        with pytest.raises(UsageError, match="bad_words"):
             SamplingParams(bad_words=words)

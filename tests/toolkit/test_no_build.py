@@ -15,6 +15,7 @@ import pytest
 from calib.artifact import Artifact
 from calib.progress import Progress
 from toolkit import LLM, SamplingParams, cli
+from toolkit.errors import UsageError
 from toolkit.home import Home
 from toolkit.stages import Workshop
 from toolkit.store import RunStore
@@ -210,3 +211,18 @@ def test_a_recipe_is_explained(home: Home, tmp_path: Path, capsys: pytest.Captur
                             str(home.path)]) == 0
     origins = json.loads(capsys.readouterr().out)["origins"]
     assert (origins["rows"], origins["method"], origins["keep"]) == ("mine.yaml", "int8.yaml", "default")
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    ({"ref": 3}, "ref is 3, not a text or a path"), ({"ref": ""}, "ref is an empty text"),
+    ({"recipe": 3}, "recipe is 3, not"),
+    ({"kv_cache": "zz"}, "LLM: kv_cache must be 'bf16', 'fp8' or 'int8', not 'zz'"),
+    ({"max_seq_len": 64.0}, "LLM: max_seq_len must be a whole number, not 64.0"),
+    ({"max_seq_length": 64}, "LLM: max_seq_length is not a known key"), ({"offline": "yes"}, "offline is 'yes', not"),
+    ({"max_seq_len": 3}, "LLM: max_seq_len must be at least 16, not 3"), ({"report": 3}, "report is 3, which cannot"),
+    ({"home": 3}, "home is 3, not")])
+def test_what_the_constructor_cannot_mean_is_told(tmp_path: Path, arguments: dict[str, object], words: str) -> None:
+    with pytest.raises(UsageError) as error:
+        LLM(**({"ref": "tiny", "home": tmp_path} | arguments))
+    assert error.value.message.startswith(words)
+    assert error.value.hint

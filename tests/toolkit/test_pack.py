@@ -15,7 +15,7 @@ from calib.artifact import MANIFEST, Artifact
 from calib.artifact_writer import ArtifactWriter
 from calib.errors import ArtifactError
 from engines.engine import Engine
-from toolkit import cli
+from toolkit import cli, zip_layout
 from toolkit.packing import opened, pack, read_manifest, unpack
 
 ROOMS = {"weights/rank0/a.safetensors": bytes(range(256)) * 40, "tokenizer/tokenizer.json": b"{}", "empty": b""}
@@ -98,6 +98,8 @@ def renamed(old: str, new: str) -> Callable[[list[tuple[zipfile.ZipInfo, bytes]]
                 members[at] = (member, json.dumps(document).encode())
             elif member.filename == old:
                 members[at] = (zipfile.ZipInfo(new), data)
+                members[at][0].external_attr = member.external_attr
+        members[1:] = sorted(members[1:], key=lambda one: one[0].filename)
     return change
 
 
@@ -120,7 +122,7 @@ def squeezed(members: list[tuple[zipfile.ZipInfo, bytes]]) -> None:
     (renamed("empty", "a\\..\\empty"), "leaves its artifact"), (lambda members: members.pop(), "does not hold what"),
     (lambda members: members.pop(0), f"holds no {MANIFEST}"),
     (lambda members: members.append((zipfile.ZipInfo("extra.py"), b"1")), "does not hold what its manifest lists"),
-    (lambda members: members.__setitem__(0, (members[0][0], b"{")), "cannot be read"),
+    (lambda members: members.__setitem__(0, (members[0][0], b"{")), "is not JSON"),
     (renamed("empty", "other"), "its content gives")], ids=[
         "bytes", "link", "compressed", "above", "absolute", "backslash", "member missing", "manifest missing", "extra",
         "manifest broken", "other name"])
@@ -138,6 +140,71 @@ def test_a_truncated_file_is_refused(packed: Path, tmp_path: Path, cut: int) -> 
     packed.write_bytes(packed.read_bytes()[:cut])
     with pytest.raises(ArtifactError, match="no packed engine"):
         unpack(packed, tmp_path / "out")
+
+
+def refused(data: bytes, tmp_path: Path) -> str:
+    """What is said about a file of these bytes; nothing of it stays."""
+    bad = tmp_path / "bad.engine"
+    bad.write_bytes(data)
+    with pytest.raises(ArtifactError) as error:
+        unpack(bad, tmp_path / "out")
+    assert error.value.hint
+    assert not (tmp_path / "out").exists()
+    return error.value.message
+
+
+@pytest.mark.parametrize("more", [b"x", b"\0" * 1000, b"PK\x05\x06", b"PK\x05\x06" + bytes(18), b"PK\x06\x07" * 30])
+def test_bytes_behind_the_end_are_refused(packed: Path, tmp_path: Path, more: bytes) -> None:
+    words = refused(packed.read_bytes() + more, tmp_path)
+    if more[:1] != b"P":
+        assert words.endswith(f"is not as it was packed: {len(more):,} bytes behind its end record")
+    with pytest.raises(ArtifactError):
+        read_manifest(tmp_path / "bad.engine")
+
+
+def test_bytes_before_and_between_are_refused(packed: Path, tmp_path: Path) -> None:
+    whole = packed.read_bytes()
+    refused(b"PK\x03\x04" + whole, tmp_path)
+    with zipfile.ZipFile(packed) as archive:
+        start = archive.start_dir
+    moved = bytearray(whole[:start] + b"hidden" + whole[start:])
+    moved[-6:-2] = (start + 6).to_bytes(4, "little")
+    assert "6 bytes between the members and the directory" in refused(bytes(moved), tmp_path)
+    with zipfile.ZipFile(packed, "a") as archive:
+        archive.comment = b"said beside"
+    assert "its end record" in refused(packed.read_bytes(), tmp_path)
+
+
+@pytest.mark.timeout(300)
+def test_a_flipped_bit_anywhere_is_refused(tmp_path: Path) -> None:
+    with ArtifactWriter(tmp_path / "engine", "engine", 1, []) as writer:
+        (writer.folder / "a").write_bytes(b"weights")
+    assert writer.artifact is not None
+    whole = pack(writer.artifact, tmp_path / "small.engine").read_bytes()
+    for at in range(len(whole)):
+        for bits in (0x01, 0x20, 0xFF):
+            refused(whole[:at] + bytes([whole[at] ^ bits]) + whole[at + 1:], tmp_path)
+    for cut in range(len(whole)):
+        refused(whole[:cut], tmp_path)
+    assert unpack(tmp_path / "small.engine", tmp_path / "out").digest == writer.artifact.digest
+
+
+def test_sizes_of_64_bits_are_read_back_as_strictly(artifact: Artifact, tmp_path: Path,
+                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(zipfile, "ZIP64_LIMIT", 100)  # what 2 GiB are otherwise
+    monkeypatch.setattr(zip_layout, "WIDE_ABOVE", 100)
+    packed = pack(artifact, tmp_path / "wide.engine")
+    assert b"PK\x06\x06" in packed.read_bytes()
+    assert unpack(packed, tmp_path / "back").digest == artifact.digest
+    refused(packed.read_bytes() + b"x", tmp_path)
+
+
+def test_a_name_twice_in_the_manifest_is_refused(packed: Path, tmp_path: Path) -> None:
+    def doubled(members: list[tuple[zipfile.ZipInfo, bytes]]) -> None:
+        data = members[0][1].rstrip()
+        members[0] = (members[0][0], data[:-1] + b',"kind":"engine"}')
+    with pytest.raises(ArtifactError, match=r"manifest\.json in .*: the name 'kind' occurs twice"):
+        unpack(rewritten(packed, tmp_path / "bad.engine", doubled), tmp_path / "out")
 
 
 def test_members_that_share_bytes_are_refused(packed: Path, tmp_path: Path) -> None:

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from toolkit import cli
+from toolkit import cli, pipeline
 from toolkit.home import Home
+from toolkit.job import EngineJob, load_job
+from toolkit.stages import Workshop
 from toolkit.store import RunStore
 
 ROOT = Path(__file__).parent.parent.parent
@@ -257,6 +259,21 @@ def test_own_questions(finished, call, tmp_path):
     assert code == 0, err
     assert json.loads(out)["accuracy"]["n"] == 1
     assert call("eval", "tiny", "--data", path)[0] == 2, "--kind is needed"
+
+
+def test_each_engine_is_calibrated_on_rows_of_its_recipes_seed(tiny_home, tiny_job, tmp_path):
+    (tmp_path / "mine.yaml").write_text("extends: fp8\nseed: 7\n")
+    job = load_job(tiny_job)
+    engines = [*job.engines, EngineJob(recipe=str(tmp_path / "mine.yaml")), EngineJob(recipe="fp8"),
+               EngineJob(recipe="fp8_dynamic")]
+    job = job.model_copy(update={"engines": list(dict.fromkeys(engines)), "seed": 2})
+    with RunStore(tiny_home.store) as store:
+        shop = Workshop(tiny_home, store, offline=True)
+        found = pipeline._materials(shop, pipeline.prepare(shop, job, tiny_job.parent))
+    seeds = {Path(engine.recipe).name: None if stuff.calibration is None else stuff.calibration.artifact.record["seed"]
+             for engine, stuff in found.items() if engine.kv_cache == "bf16"}
+    assert (seeds["mine.yaml"], seeds["fp8"], seeds["bf16"], seeds["fp8_dynamic"]) == (9, 2, None, None)
+    assert {stuff.seed for stuff in found.values() if stuff.calibration is not None} == {2}
 
 
 def test_plan_inspect_verify(finished, call):

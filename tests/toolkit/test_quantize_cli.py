@@ -55,7 +55,8 @@ def test_data_that_are_missing_are_said_with_the_recipes_that_need_none(call, tm
     assert "bf16, fp8_block, fp8_dynamic, fp8_weight_only, int8_weight_only" in said["hint"]
 
 
-@pytest.mark.parametrize("option", ["--data calibration", "--chat", "--rows 16", "--length 64"])
+@pytest.mark.parametrize("option", ["--data calibration", "--chat", "--rows 16", "--length 64", "--seed 7",
+                                    "--seed 0"])
 def test_text_for_a_recipe_that_reads_none_is_refused(call, tmp_path, option):
     code, _, err = call("quantize", "tiny", "--recipe", "bf16", "--out", tmp_path / "made", *option.split())
     assert code == 2
@@ -74,6 +75,29 @@ def test_missing_weights_are_said_before_data_are_looked_for(call, bare, tmp_pat
     code, out, _ = call(verb, "tiny", "--recipe", "int8", "--out", tmp_path / "made", "--json")
     assert code != 0
     assert "model.safetensors is missing" in json.loads(out)["error"]["message"]
+
+
+def test_the_recipes_seed_and_the_commands_draw_the_rows_together(tiny_home, tmp_path, capfd):
+    """Other seeds are other rows, the same sum is the same rows, and the same command the same bytes."""
+    def made(name, text, *options):
+        (tmp_path / "mine.yaml").write_text(f"extends: fp8\n{text}")
+        code = cli.run_command(["quantize", "tiny", "--recipe", str(tmp_path / "mine.yaml"), "--out",
+                                str(tmp_path / name), "--rows", "4", "--length", "32", *options, "--home",
+                                str(tiny_home.path), "--json"])
+        shown = capfd.readouterr()
+        assert code == 0, shown.err
+        artifact = Artifact.open(tmp_path / name, "quantized-checkpoint")
+        return artifact, json.loads(shown.out)
+
+    plain, _ = made("plain", "")
+    seven, _ = made("seven", "seed: 7\n")
+    again, _ = made("again", "seed: 7\n")
+    option, said = made("option", "", "--seed", "7", "--explain")
+    both, _ = made("both", "seed: 3\n", "--seed", "4")
+    assert plain.parents != seven.parents == again.parents == option.parents == both.parents
+    assert seven.digest == again.digest != plain.digest
+    assert [one.record["seed"] for one in (plain, seven, option, both)] == [0, 7, 7, 7]
+    assert said["origins"]["seed"] == "0 (default) + --seed 7"
 
 
 def test_explained_values_are_printed_before_anything_is_calibrated(call, tmp_path):

@@ -252,6 +252,15 @@ def test_a_changed_log_a_moved_alias_and_a_cut_log_are_found(shop):
     assert any("audit.jsonl" in fault for fault in verify_releases(target).faults)
 
 
+def test_an_index_that_says_one_thing_twice_is_refused(shop):
+    _, _, publish, tmp_path = shop
+    publish()
+    index = tmp_path / "out" / "index.json"
+    index.write_bytes(index.read_bytes().replace(b"{", b'{"manifests": [], ', 1))
+    with pytest.raises(DamagedReleaseError, match=r"index\.json in .*: the name 'manifests' occurs twice"):
+        release.read_index(target_of(tmp_path))
+
+
 def test_an_override_is_marked_everywhere(shop):
     _, _, publish, tmp_path = shop
     done = publish(word="FAIL", override="customer asked, on record")

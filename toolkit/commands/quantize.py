@@ -30,8 +30,9 @@ def register(app: typer.Typer) -> None:
                                                           show_default=False)] = None,
                  rows: RowsOption = None, length: LengthOption = None,
                  chat: Annotated[bool, typer.Option("--chat", help="Apply the model's chat template.")] = False,
-                 seed: Annotated[int, typer.Option(min=0)] = 0, layerwise: LayerwiseOption = "auto",
-                 memory: BoundOption = None, tp: TpOption = 1,
+                 seed: Annotated[int | None, typer.Option(min=0, show_default=False, help="Draws the calibration "
+                                                          "rows; added to the recipe's own.")] = None,
+                 layerwise: LayerwiseOption = "auto", memory: BoundOption = None, tp: TpOption = 1,
                  resume: Annotated[bool, typer.Option("--resume/--no-resume", help="Go on where a killed run "
                                                       "was.")] = True,
                  explained: ExplainOption = False) -> None:
@@ -52,8 +53,8 @@ def register(app: typer.Typer) -> None:
         from toolkit.store import RunStore
 
         chosen, bound = with_rows(load_recipe(recipe), rows), bound_of(memory)
-        rows, length = text_size(chosen, kv_cache, rows, length, data=data, chat=chat)
-        settings = explain(recipe, chosen) if explained else []
+        rows, length = text_size(chosen, kv_cache, rows, length, data=data, chat=chat, seed=seed)
+        settings = explain(recipe, chosen, seed or 0) if explained else []
         if explained:
             session.say(*recipe_parts(settings))
         with RunStore(session.home.store) as store, session.watch() as watch:
@@ -65,12 +66,12 @@ def register(app: typer.Typer) -> None:
             for warning in answered.warnings:
                 watch.note(f"look at: {warning}")
             wanted = Calibration(data=data or "calibration", rows=rows, length=length, chat=chat)
-            stuff = making.material(shop, folder, chosen, kv_cache, wanted, seed)
+            stuff = making.material(shop, folder, chosen, kv_cache, wanted, chosen.seed + (seed or 0))
             if chat and stuff.calibration is not None:
                 watch.note(f"first calibration row as rendered:\n{stuff.calibration.sample}")
             made = calibrate(folder, chosen, out, kv_cache=kv_cache, calibration=stuff.calibration,
-                             choose_texts=stuff.choose, report=watch, seed=seed, resume=resume, layerwise=layerwise,
-                             memory=bound, tp=tp)
+                             choose_texts=stuff.choose, report=watch, seed=seed or 0, resume=resume,
+                             layerwise=layerwise, memory=bound, tp=tp)
             if made.artifact is not None:
                 store.remember(made.artifact)
         origins = {"origins": {setting.key: setting.origin for setting in settings}} if explained else {}

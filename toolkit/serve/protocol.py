@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import Field, ValidationError
 
+from calib.errors import UsageError
 from calib.scheme import Frozen
 from engines.request import Grammar, SamplingParams
 from toolkit.serve.faults import ApiError, bad
@@ -232,6 +233,10 @@ def validated(kind: type[Record], value: Any, *, strict: bool = False) -> Record
         return kind.model_validate(value, strict=strict)
     except ValidationError as error:
         raise refusal(error) from error
+    except UsageError as error:  # SamplingParams says it in its own words; its cause knows the parameter
+        if isinstance(error.__cause__, ValidationError):
+            raise refusal(error.__cause__) from error
+        raise
 
 
 def refusal(error: ValidationError) -> ApiError:

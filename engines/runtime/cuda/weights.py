@@ -11,7 +11,6 @@ build is found before the first token.
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch
 
 from calib.artifact import CHUNK
 from calib.errors import ArtifactError
+from calib.json_text import parse_object
 from engines.build.impls import group_of
 from engines.build.weights import linear_key
 from engines.engine import Engine
@@ -44,7 +44,7 @@ class _Header:
         if size + 8 > len(head):
             raise ArtifactError(f"{path} has a header of {size} bytes", "The file is damaged; build the engine again.")
         self.start = 8 + size
-        content = json.loads(head[8:self.start])
+        content = parse_object(head[8:self.start], f"the header of {path}", ArtifactError, "Build the engine again.")
         content.pop("__metadata__", None)
         self.tensors: dict[str, dict] = content
 
