@@ -8,6 +8,7 @@ file needs none of that: a doubled key, an alias, a tag or a date are refused wi
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,9 @@ class _Plain(yaml.SafeLoader):
         raise _odd(f"{what} not read: {mend}", node)
 
 
+# 1e-3 and 1.5e3 are numbers in YAML 1.2, and to everybody; PyYAML's rules of 1.1 take them for texts.
+_Plain.add_implicit_resolver(f"{_TAG}float", re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+\Z"),
+                             list("-+.0123456789"))
 _Plain.add_constructor(f"{_TAG}map", _Plain.plain_mapping)
 _Plain.add_constructor(f"{_TAG}str", _Plain.plain_text)
 _Plain.add_constructor(f"{_TAG}float", _Plain.plain_number)

@@ -13,6 +13,7 @@ from calib.errors import CalibError, UnknownNameError
 from calib.plan import make_plan
 from calib.recipe import Recipe, explain, load_recipe
 from calib.recipe_words import WRITTEN
+from calib.yaml_text import read_yaml
 
 BUILT_IN = Path(recipe_module.__file__).parent / "recipes"
 
@@ -218,3 +219,10 @@ def test_of_two_built_in_recipes_the_later_one_says_what_is_rounded(tmp_path):
             loaded += 1
             assert (both.weight, both.activation) == (alone.weight, alone.activation), (first, last)
     assert loaded > 100
+
+
+@pytest.mark.parametrize(("text", "value"), [("1e-3", 0.001), ("-2E+5", -2e5), ("1.5e3", 1500.0), ("'1e-3'", "1e-3"),
+                                             ("1e", "1e")])
+def test_numbers_are_what_they_look_like(tmp_path, text, value):
+    (tmp_path / "x.yaml").write_text(f"a: {text}\n")
+    assert read_yaml(tmp_path / "x.yaml", CalibError, "") == {"a": value}

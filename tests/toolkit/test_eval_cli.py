@@ -158,12 +158,12 @@ def test_a_sweep_of_an_endpoint_and_its_files(call, tmp_path):
     ("--rate 1e309", "loads.0: rate inf is no rate that can be measured: 0.001 to 1,000,000 requests a second are"),
     ("--rate 1e-300", "loads.0: rate 1e-300 is no rate"),
     ("--rate 1 --burstiness 1e309", "loads.0.burstiness: must be at most 1000, not inf"),
-    ("--rate 1 --requests 1000000000000", "loads.0.requests: must be at most 1e+07, not 1000000000000"),
+    ("--rate 1 --requests 1000000000000", "loads.0.requests: must be at most 10,000,000, not 1000000000000"),
     (f"--rate 1 --slo ttft={'9' * 400}", "objectives.ttft_ms: must be at most 8.64e+07, not inf"),
     ("--find-rate nan:1 --slo ttft=5", "--find-rate 'nan:1' gives no search"),
     ("--find-rate 5:1 --slo ttft=5", "--find-rate '5:1' gives no search"),
     ("--find-rate 1:1e309 --slo ttft=5", "--find-rate '1:1e309' gives no search"),
-    ("--rate 1 --repeats 1000000000000", "'--repeats': must be at most 10000, not '1000000000000'")], ids=str)
+    ("--rate 1 --repeats 1000000000000", "'--repeats': must be at most 10,000, not '1000000000000'")], ids=str)
 def test_a_load_that_nobody_can_make_is_refused_even_dry(call, options, message):
     code, found = call("sweep", "--url", "http://127.0.0.1:9", "--model", "m", "--tokenizer", "tiny", "--lengths",
                        "8x4", "--dry-run", *options.split())

@@ -126,7 +126,6 @@ ODD = [
     ("Llama", {"hidden_act": "relu"}, False), ("Gemma 2", {"hidden_activation": "gelu"}, False),
     ("Llama", rope("default", partial_rotary_factor=0.5), False),
     ("Phi-3", rope("default", partial_rotary_factor=0.5), True),
-    ("Llama", rope("linear", factor=0), False), ("Llama", rope("proportional", partial_rotary_factor=0.5), False),
     ("Llama", {"head_dim": 3}, False), ("Llama", {"head_dim": 6}, True),
     ("Phi-3", {"sliding_window": 0}, False),
     ("Mistral", {"sliding_window": 0}, False), ("Mistral", {"sliding_window": -1}, False),

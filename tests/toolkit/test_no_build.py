@@ -219,7 +219,7 @@ def test_a_recipe_is_explained(home: Home, tmp_path: Path, capsys: pytest.Captur
     ({"kv_cache": "zz"}, "LLM: kv_cache must be 'bf16', 'fp8' or 'int8', not 'zz'"),
     ({"max_seq_len": 64.0}, "LLM: max_seq_len must be a whole number, not 64.0"),
     ({"max_seq_length": 64}, "LLM: max_seq_length is not a known key"), ({"offline": "yes"}, "offline is 'yes', not"),
-    ({"max_seq_len": 3}, "LLM: max_seq_len must be at least 16, not 3"), ({"report": 3}, "report is 3, which cannot"),
+    ({"max_seq_len": 1}, "LLM: max_seq_len must be at least 2, not 1"), ({"report": 3}, "report is 3, which cannot"),
     ({"home": 3}, "home is 3, not")])
 def test_what_the_constructor_cannot_mean_is_told(tmp_path: Path, arguments: dict[str, object], words: str) -> None:
     with pytest.raises(UsageError) as error:
