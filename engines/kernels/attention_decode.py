@@ -128,12 +128,13 @@ _CODES: _Tiles = [(64, 4, 2, 128), (128, 8, 2, 128), (128, 4, 3, 0)]
 
 
 def _tiles(batch: int, deterministic: bool, kv_bytes: int) -> _Tiles:
-    """(TILE, warps, stages, REGISTERS), best guesses first."""
+    """(TILE, warps, stages, REGISTERS), best guesses first. The last is for the kernel without RoPE alone: with it, the
+    tile outside the loop would spill."""
     if kv_bytes == 1:
         if deterministic:
             return [(128, 8, 2, 128), (64, 4, 2, 128), (32, 4, 3, 128)]
-        return ([(128, 8, 2, 0), (256, 8, 2, 0), (128, 8, 2, 128)] if batch <= 4 else
-                _CODES if batch <= 64 else [(32, 4, 3, 128), *_CODES])
+        return ([(128, 8, 2, 0), (256, 8, 2, 0)] if batch <= 4 else _CODES if batch <= 64 else
+                [(32, 4, 3, 128), *_CODES])
     if deterministic:
         return [(128, 4, 3, 0), (64, 4, 3, 0), (32, 4, 2, 0)]
     if batch <= 4:  # latency: wide tiles, so that a short context is one
@@ -171,18 +172,20 @@ def candidates(head_dim: int, block_size: int, kv_bytes: int, device: DeviceFact
     if block_size != next_pow2(block_size):
         raise ValueError(f"block_size must be a power of two, found {block_size}")
     rules, merges, fused = _space(batch, max(1, device.num_sms), deterministic)
+    if head_dim > 128 and fused == (1,):  # it spills there
+        fused = (0, 1)
 
     def fitting(offered: _Tiles) -> _Tiles:
         """Tiles that shared memory holds."""
-        return [(tile, warps, stages, registers if head_dim <= 128 else 0) for tile, warps, stages, registers in offered
-                if max(1, stages - 1) * tile * 2 * next_pow2(head_dim) * kv_bytes <= device.shared_bytes * 3 // 4]
+        return [one for one in offered if max(1, one[2] - 1) * one[0] * 2 * next_pow2(head_dim) * kv_bytes
+                <= device.shared_bytes * 3 // 4]
 
     def tails(fused: int) -> tuple[int, ...]:
         return (1,) if fused or kv_bytes == 1 else (0, 1) if batch <= 64 and not deterministic else (0,)
 
     found = [KernelConfig.of("split", TILE=tile, SPLIT=split, TARGET=target, MIN_SPLIT=least, MERGE=merge, FUSED=one,
-                             TAIL=tail, REGISTERS=registers, num_warps=warps, num_stages=stages,
-                             pdl=device.capability >= 90)
+                             TAIL=tail, REGISTERS=0 if one or head_dim > 128 else registers, num_warps=warps,
+                             num_stages=stages, pdl=device.capability >= 90)
              for tile, warps, stages, registers in (fitting(_tiles(batch, deterministic, kv_bytes))
                                                     or fitting([(64, 4, 2, 0)]) or [(32, 4, 2, 0)])
              for split, target, least in rules for merge in merges for one in fused for tail in tails(one)
