@@ -10,7 +10,7 @@ install: .venv/.installed
 .venv/.installed: pyproject.toml constraints.txt
 	@echo "Installing into .venv (some minutes, 2.3 GB) ..."
 	$(PYTHON) -m venv .venv
-	$(PIP) --editable .
+	$(PIP) --editable '.$(if $(EXTRAS),[$(EXTRAS)])'
 	touch $@
 
 .venv/.test-installed: .venv/.installed

@@ -20,6 +20,7 @@ Resumable: a finished row lies as JSON in ``--work`` under a key of everything t
     python -m benchmarks.recipes --home HOME --work DIR --longer
     python -m benchmarks.recipes --home HOME --work DIR --speed
     python -m benchmarks.recipes --home HOME --work DIR [--only NAME ...] --write
+    python -m benchmarks.recipes --redraw           the page again, from docs/benchmarks/recipes-rows.json alone
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from benchmarks.cpu import engine_generate, measure
-from benchmarks.recipes_table import ASKED, LENGTH, Judged, write_page
+from benchmarks.recipes_table import ASKED, LENGTH, Judged, Measured, page_of, write_page
 from calib.artifact import canonical_json, installed_versions, sha256_hex, write_atomic
 from calib.calibrate import quantize
 from calib.checkpoint import QuantizedCheckpoint
@@ -52,6 +53,7 @@ from calib.text import Tokenizer
 from engines.build.builder import build
 from engines.llm import LLM
 from engines.plan import EngineSpec
+from evals.bench import device_name
 from evals.data import EvalData
 
 Kv = Literal["bf16", "fp8", "int8"]
@@ -236,9 +238,9 @@ def speed(bench: Bench, repeats: int, batch: int, isl: int, osl: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--home", type=Path, required=True, help="where `toolkit data prepare` put model and texts")
+    parser.add_argument("--home", type=Path, help="where `toolkit data prepare` put model and texts")
     parser.add_argument("--model", default="SmolLM2-135M-Instruct")
-    parser.add_argument("--work", type=Path, required=True, help="checkpoints, engines and finished rows")
+    parser.add_argument("--work", type=Path, help="checkpoints, engines and finished rows")
     parser.add_argument("--calibration-rows", type=int, default=16, help="of 256 tokens, at most")
     parser.add_argument("--judged-rows", type=int, default=16, help="of 256 tokens")
     parser.add_argument("--only", action="append", help="a row's name, as in the table; repeatable, in that order")
@@ -247,7 +249,15 @@ def main() -> None:
     parser.add_argument("--write", action="store_true", help="write the page and the JSON (after --only)")
     parser.add_argument("--page", type=Path, default=Path("docs/recipes.md"))
     parser.add_argument("--json", type=Path, default=Path("docs/benchmarks/recipes-cpu.json"))
+    parser.add_argument("--rows", type=Path, default=Path("docs/benchmarks/recipes-rows.json"),
+                        help="all that the page is drawn from")
+    parser.add_argument("--redraw", action="store_true", help="the page from --rows alone: nothing is measured")
     options = parser.parse_args()
+    if options.redraw:
+        write_atomic(options.page, page_of(Measured.model_validate_json(options.rows.read_bytes())).encode())
+        return
+    if options.home is None or options.work is None:
+        parser.error("--home and --work are needed for anything but --redraw")
     bench = Bench.open(options.home, options.model, options.work, options.calibration_rows, options.judged_rows)
     longer = Bench.open(options.home, options.model, options.work, options.calibration_rows, 2 * options.judged_rows,
                         ".longer.json")
@@ -267,9 +277,10 @@ def main() -> None:
                 print(judged.line(), flush=True)
     if options.write:
         found = {row.name: bench.judged(row) for row in rows()}
-        write_page(options.page, options.json, [held for held in found.values() if held is not None],
-                   options.model, [name for name, held in found.items() if held is None],
-                   [again for row in rows() if (again := longer.judged(row)) is not None])
+        write_page(options.page, options.json, options.rows, Measured(
+            model=options.model, device=device_name(), rows=tuple(held for held in found.values() if held is not None),
+            missing=tuple(name for name, held in found.items() if held is None),
+            longer=tuple(again for row in rows() if (again := longer.judged(row)) is not None)))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from pathlib import Path
 from calib.artifact import write_atomic
 from calib.recipe import load_recipe, recipe_names
 from calib.scheme import Frozen
-from evals.bench import BenchCell, device_name, write_cells
+from evals.bench import BenchCell, write_cells
 
 #: Tokens of a row, of calibration and of judged text.
 LENGTH = 256
@@ -196,39 +196,56 @@ refused where the values are others.
 """
 
 
-def write_page(page: Path, cells: Path, rows: Sequence[Judged], model: str, missing: Sequence[str],
-               longer: Sequence[Judged] = ()) -> None:
-    """The page, and the same figures as a benchmark document.
+class Measured(Frozen):
+    """All that the page is drawn from. ``missing``: rows that are not finished, by name; ``longer``: rows judged on
+    more text."""
 
-    ``missing``: rows that are not finished, by name; ``longer``: rows judged on more text.
-    """
-    measured = [row for row in rows if row.refused is None]
-    if not measured:
-        raise SystemExit("no finished row: run without --write first")
+    model: str
+    device: str
+    rows: tuple[Judged, ...]
+    longer: tuple[Judged, ...] = ()
+    missing: tuple[str, ...] = ()
+
+    @property
+    def finished(self) -> list[Judged]:
+        return [row for row in self.rows if row.refused is None]
+
+
+def page_of(measured: Measured) -> str:
+    """The page's text."""
+    rows, finished = measured.rows, measured.finished
     words = [_HEAD, overview(), "",
              "Every recipe goes with a KV cache in bf16, fp8 or int8, and with `lm_head: fp8` or `int8` where its "
              "layout is compressed-tensors. Group sizes are the first of the recipe's list that divides every input. "
              "`keep: [patterns]` leaves modules in 16 bits; beside four-bit weights, `raised: {int8: [patterns]}` "
              "gives modules eight-bit weights with 16-bit activations (`fp8` too where the layout is "
              "compressed-tensors). The dashboard's Layers page writes either from a sensitivity measurement.\n",
-             f"## {model}, {device_name()}\n",
-             f"{_made_with(measured)} ± is one standard error over the rows of text. A small "
+             f"## {measured.model}, {measured.device}\n",
+             f"{_made_with(finished)} ± is one standard error over the rows of text. A small "
              "model is harsh: figures of this size shrink on larger ones. Its weights were dequantized from Q4_1 in "
              "groups of 32, so grids like that one flatter. Seconds and tokens/s are of a shared machine; rates are of "
              "one sequence, the median of three runs (their spread in brackets)."
-             f"{_conditions(measured)}\n",
+             f"{_conditions(finished)}\n",
              table(rows), "",
-             *([f"Not measured in this run: {', '.join(missing)}.", ""] if missing else []),
+             *([f"Not measured in this run: {', '.join(measured.missing)}.", ""] if measured.missing else []),
              "Delta NLL asked of four-bit weights, on twice the text:\n",
-             *(f"- {sentence}" for sentence in asked(longer)), "",
+             *(f"- {sentence}" for sentence in asked(measured.longer)), "",
              *(["## What follows\n", *(f"- {sentence}" for sentence in advice(rows)), ""] if advice(rows) else [])]
-    write_atomic(page, "\n".join(words).encode())
+    return "\n".join(words)
+
+
+def write_page(page: Path, cells: Path, held: Path, measured: Measured) -> None:
+    """The page, what it is drawn from (``held``), and the same figures as a benchmark document (``cells``)."""
+    if not measured.finished:
+        raise SystemExit("no finished row: run without --write first")
+    write_atomic(held, measured.model_dump_json(indent=1, exclude_defaults=True).encode() + b"\n")
+    write_atomic(page, page_of(measured).encode())
     made = [BenchCell(name=f"{figure} {row.name}", value=value, unit=unit, spread=spread)
-            for row in measured for figure, value, unit, spread in (
+            for row in measured.finished for figure, value, unit, spread in (
                 ("delta_nll", row.delta_nll, "nats/token", row.delta_nll_se), ("kl", row.kl, "nats", None),
                 ("same_top1", row.same_top1, "share", None), ("size", row.size_bytes, "bytes", None),
                 ("calibration", row.calibration_seconds, "s", None),
                 ("decode", row.tok_s, "tok/s", row.tok_s_spread)) if value is not None]
     made += [BenchCell(name=f"delta_nll {row.name} longer", value=row.loss, unit="nats/token",
-                       spread=row.delta_nll_se) for row in longer]
+                       spread=row.delta_nll_se) for row in measured.longer]
     write_cells(cells, made)

@@ -23,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import IO, Any
 
 from pydantic import ValidationError
 
@@ -72,12 +72,17 @@ def sha256_hex(data: bytes) -> str:
 
 def file_sha256(path: Path) -> str:
     """sha256 over the sha256 digests of the file's 64 MiB chunks (an empty file has one empty chunk)."""
-    whole = hashlib.sha256()
     with path.open("rb") as file:
-        chunk = file.read(CHUNK)
+        return stream_sha256(file)
+
+
+def stream_sha256(file: IO[bytes]) -> str:
+    """``file_sha256`` of what is left to read; ``read`` must give as much as it is asked for."""
+    whole = hashlib.sha256()
+    chunk = file.read(CHUNK)
+    whole.update(hashlib.sha256(chunk).digest())
+    while chunk := file.read(CHUNK):
         whole.update(hashlib.sha256(chunk).digest())
-        while chunk := file.read(CHUNK):
-            whole.update(hashlib.sha256(chunk).digest())
     return whole.hexdigest()
 
 

@@ -16,6 +16,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
+from safetensors import SafetensorError
+
 from calib.artifact import (
     KINDS,
     MANIFEST,
@@ -109,6 +111,9 @@ class ArtifactWriter:
         finally:
             shutil.rmtree(self.folder, ignore_errors=True)
             self._unlock()
+        if isinstance(error, SafetensorError) and "I/O error" in str(error):
+            raise ArtifactError(f"cannot write {self.path}: {str(error).rpartition('I/O error: ')[2]}",
+                                "Free disk space or choose another folder; nothing half-written was left.") from error
         if isinstance(error, OSError):
             about = f" ({error.filename})" if error.filename else ""
             raise ArtifactError(f"cannot write {self.path}: {error.strerror or error}{about}",

@@ -12,6 +12,7 @@ from typing import Any
 from calib.errors import shown
 
 _KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "string": "text",
+          "bytes": "bytes, like b'\\x00'",
           "tuple": "a list", "list": "a list", "set": "a list", "dict": "a mapping of keys to values",
           "mapping": "a mapping of keys to values", "model": "a mapping of keys to values"}
 _BOUNDS = {"greater_than_equal": ("at least", "ge"), "greater_than": ("above", "gt"), "less_than_equal": ("at most",

@@ -23,7 +23,7 @@ from engines.asked import id_rows, prompt_of, prompts_of, token_ids
 from engines.engine import Engine
 from engines.errors import EngineError, LimitError
 from engines.numbers import whole
-from engines.request import CONFLICT, CompletionOutput, PromptScore, RequestOutput, SamplingParams
+from engines.request import OWN_FAULTS, CompletionOutput, PromptScore, RequestOutput, SamplingParams
 from engines.runtime.choices import Choices
 from engines.runtime.events import TokenEvent
 from engines.runtime.loop import Loop
@@ -254,8 +254,9 @@ def _question(question: Any, at: int) -> Choices:
 
 def failure(reason: str | None) -> EngineError:
     """A generation that ended with an error: the request's own (LimitError), or the engine's."""
-    if reason is not None and reason.startswith(CONFLICT):
-        return LimitError(f"generation failed: {reason}", "Ease one of them, so that something is left to say.")
+    for begin, (_, hint) in OWN_FAULTS.items():
+        if reason is not None and reason.startswith(begin):
+            return LimitError(f"generation failed: {reason}", hint)
     return EngineError(f"generation failed: {reason}", "Verify the checkpoint; its scales or weights may be broken.")
 
 

@@ -6,9 +6,10 @@ settings without it. An integer tensor of no dimension is known by its dtype.)
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import BeforeValidator
 
 from calib.errors import shown
 
@@ -31,3 +32,7 @@ def number(value: Any) -> float:
     if not np.isfinite(value):
         raise ValueError(f"must be a finite number, not {shown(value)}")
     return float(value)
+
+
+Whole = Annotated[int, BeforeValidator(whole)]
+Number = Annotated[float, BeforeValidator(number)]

@@ -23,6 +23,7 @@ from engines.kernels.cpu.native.grids import bits as tile_bits
 from engines.models.decoder import ActivationKeys, decoder_program
 from engines.models.facts import ModelFacts
 from engines.models.families import model_facts
+from engines.numbers import Whole
 from engines.parallel.mesh import Mesh
 from engines.program import Linear, Program, linear_shape
 
@@ -34,15 +35,15 @@ class EngineSpec(Frozen):
     """What is asked of an engine. None means "from the model and the device", and is resolved in the Plan."""
 
     device: str = "cpu"
-    max_seq_len: int | None = Field(default=None, ge=2, description="prompt and generated tokens of one sequence")
-    max_batch_size: int = Field(default=16, ge=1, description="sequences in one step")
-    max_num_tokens: int = Field(default=2048, ge=1, description="tokens in one step; longer prompts are chunked")
-    block_size: int = Field(default=16, ge=1)
-    memory: int | None = Field(default=None, ge=1, description="cap in bytes for weights, activations and KV cache")
+    max_seq_len: Whole | None = Field(default=None, ge=2, description="prompt and generated tokens of one sequence")
+    max_batch_size: Whole = Field(default=16, ge=1, description="sequences in one step")
+    max_num_tokens: Whole = Field(default=2048, ge=1, description="tokens in one step; longer prompts are chunked")
+    block_size: Whole = Field(default=16, ge=1)
+    memory: Whole | None = Field(default=None, ge=1, description="cap in bytes for weights, activations and KV cache")
     deterministic: bool = False
     tune: Literal["none", "quick", "full"] = "quick"
-    tp: int = Field(default=1, ge=1)
-    pp: int = Field(default=1, ge=1)
+    tp: Whole = Field(default=1, ge=1)
+    pp: Whole = Field(default=1, ge=1)
     compute_dtype: Literal["fp32", "bf16"] | None = None
 
 

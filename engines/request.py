@@ -17,7 +17,7 @@ from pydantic.dataclasses import dataclass as checked
 from calib.errors import UsageError, name_hint
 from calib.faults import fault_words
 from calib.scheme import Frozen
-from engines.numbers import number, whole
+from engines.numbers import Number, Whole, whole
 
 #: ``stop``: an end token, a stop string, or a finished grammar. ``deadline``: its time was over. ``error``: a fault
 #: that stayed in this request.
@@ -25,6 +25,10 @@ FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
 
 #: How the error of a generation begins that its own request left no token: nothing is wrong with the engine.
 CONFLICT = "the request forbids every token: "
+OVERRUN = "the grammar stopped: "
+#: How a generation's error begins where the request is its cause -> (the server's code for it, what to do).
+OWN_FAULTS = {CONFLICT: ("conflict", "Ease one of them, so that something is left to say."),
+              OVERRUN: ("grammar", "Simplify the schema or expression.")}
 
 #: Bytes of a grammar's source.
 MAX_GRAMMAR_BYTES = 64 * 1024
@@ -44,8 +48,6 @@ def _token_of_key(key: object) -> int:
     return int(key) if isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 20 else whole(key)
 
 
-Whole = Annotated[int, BeforeValidator(whole)]
-Number = Annotated[float, BeforeValidator(number)]
 Id = Annotated[int, BeforeValidator(_token_of_key)]
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from calib.artifact import MANIFEST, Artifact
+from toolkit.packing import check_bytes
 from toolkit.refs import Ref
 
 if TYPE_CHECKING:
@@ -160,6 +161,8 @@ def faults_of(ref: Ref) -> list[str]:
         return [str(fault) for fault in verify_checkpoint(ref.path)]
     if not (ref.path / MANIFEST).is_file():
         return [f"{ref.path} has no {MANIFEST}"]
+    if ref.packed is not None:  # what was unpacked of it once says nothing of the file today
+        check_bytes(ref.packed)
     artifact = Artifact.open(ref.path)
     changed = [f"{name}: its bytes are not those that the manifest names" for name in artifact.verify()]
     return changed + _record_faults(artifact)

@@ -55,12 +55,19 @@ class Foreseen:
 
 def planned(plan: CalibrationPlan, config: Mapping[str, Any]) -> CalibrationPlan:
     """The plan with the engines' own answer: a row among its loaders, a warning where none of ours runs the result."""
-    said = {place: _obstacle(plan, config, target) for place, target in _PLACES.items()}
+    from engines.device import NoDeviceError
+
+    said, unasked = {}, []
+    for place, target in _PLACES.items():
+        try:
+            said[place] = _obstacle(plan, config, target)
+        except NoDeviceError as error:  # a missing package says nothing of the checkpoint
+            unasked.append(f"{place} was not asked: {error.message}")
     where = [place for place, reason in said.items() if not reason]
     reasons = list(dict.fromkeys(reason for reason in said.values() if reason))
     note = "; ".join([*([f"on {' and '.join(where)}"] if where else []),
                       *(f"not on {place}: {reason}" for place, reason in said.items() if where and reason),
-                      *([] if where else reasons[:1])])
+                      *([] if where else reasons[:1]), *unasked])
     ours = Loader(runtime=OURS, loads=bool(where), note=note, source="its engine builder, asked")
     rows, warnings = (ours, *plan.loaders), plan.warnings
     if not where:
@@ -76,12 +83,14 @@ def runs_here(plan: CalibrationPlan) -> bool:
 
 
 def _obstacle(plan: CalibrationPlan, config: Mapping[str, Any], target: str) -> str:
-    """Why no engine on such a device runs the result, whatever its limits; empty where one does."""
+    """Why no engine on such a device runs the result, whatever its limits; empty where one does. NoDeviceError where
+    what would answer is not installed."""
     from engines.build.builder import check_runs
     from engines.device import nominal
 
+    device = nominal(target)
     try:
-        check_runs(config, plan.schemes, plan.kv, nominal(target))
+        check_runs(config, plan.schemes, plan.kv, device)
     except ToolkitError as error:
         return error.message
     return ""

@@ -89,7 +89,11 @@ def _gpu() -> Check:
     except ImportError:
         return Check("gpu", "missing", "torch cannot be imported", "Install the toolkit again.")
     if not torch.cuda.is_available():
-        return Check("gpu", "note", "none found; engines are built for the CPU")
+        found = "none found; engines are built for the CPU"
+        if _installed("triton"):
+            return Check("gpu", "note", found)
+        return Check("gpu", "note", f"{found}. Triton is not installed: nothing is prepared for a card (--target sm_*)",
+                     "pip install 'llm-quant-toolkit[gpu]'")
     names = [f"{torch.cuda.get_device_name(i)} (compute capability "
              f"{'.'.join(map(str, torch.cuda.get_device_capability(i)))})" for i in range(torch.cuda.device_count())]
     if not _installed("triton"):

@@ -14,13 +14,14 @@ the folder gets its name last. Source of the format: PKWARE's APPNOTE.TXT, versi
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 import stat
 import zipfile
 from pathlib import Path, PurePosixPath
 
-from calib.artifact import MANIFEST, Artifact, Manifest, file_sha256, parse_manifest
+from calib.artifact import MANIFEST, Artifact, Manifest, file_sha256, parse_manifest, stream_sha256, write_atomic
 from calib.errors import ArtifactError
 from calib.progress import Progress, Report, silent
 from toolkit.turns import alone
@@ -151,9 +152,38 @@ def unpack(path: Path, out: Path, report: Report = silent) -> Artifact:
     return Artifact.open(out)
 
 
+def check_bytes(path: Path, report: Report = silent) -> Manifest:
+    """The manifest of a packed file whose every member has been hashed. ArtifactError names the one that differs."""
+    try:
+        with _opened(path) as archive:
+            manifest = _checked(archive, path)
+            for number, (name, entry) in enumerate(manifest.files.items()):
+                report(Progress("check", number, len(manifest.files), "file", name))
+                with archive.open(name) as source:
+                    found = stream_sha256(source)
+                if found != entry.sha256:
+                    raise ArtifactError(f"{name} in {path} was changed after it was packed", _HINT)
+    except (zipfile.BadZipFile, EOFError, OSError) as error:
+        raise ArtifactError(f"{path} is damaged: {_said(error)}", _HINT) from error
+    return manifest
+
+
 def opened(path: Path, cache: Path, report: Report = silent) -> Artifact:
-    """The artifact of a packed file, unpacked once below ``cache`` under its digest."""
+    """The artifact of a packed file, unpacked once below ``cache`` under its digest.
+
+    Where that is there already, a file that was not seen before in this state (size, times, inode) is hashed all the
+    same: its manifest alone would pass a damaged one for the sound one of the same digest.
+    """
     manifest = read_manifest(path)
     place = cache / manifest.digest[:32]
+    found = path.stat()
+    state = f"{manifest.digest} {found.st_size} {found.st_mtime_ns} {found.st_ctime_ns} {found.st_ino}"
+    seen = cache / ".seen" / hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:32]
     with alone(place, report):
-        return Artifact.open(place) if place.is_dir() else unpack(path, place, report)
+        if not place.is_dir():
+            unpack(path, place, report)
+        elif not seen.is_file() or seen.read_text() != state:
+            check_bytes(path, report)
+        seen.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(seen, state.encode())
+        return Artifact.open(place)

@@ -24,11 +24,13 @@ ENGINES = ("engine", "prepared-engine")
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """What a name stands for. ``kind``: an artifact's kind, ``model``, or ``quantized-checkpoint`` of another tool."""
+    """What a name stands for. ``kind``: an artifact's kind, ``model``, or ``quantized-checkpoint`` of another tool;
+    ``packed``: the file that ``path`` was unpacked from."""
 
     name: str
     kind: str
     path: Path
+    packed: Path | None = None
 
     def of_kind(self, *kinds: str) -> Ref:
         """Itself, or a UsageError that says what it is and what was wanted."""
@@ -85,7 +87,7 @@ def _path(name: str, path: Path, home: Home) -> Ref:
             return Ref(name, "model", path)
         if is_packed(path):
             artifact = opened(path, home.path / "unpacked")
-            return Ref(name, artifact.kind, artifact.path)
+            return Ref(name, artifact.kind, artifact.path, path)
         raise UsageError(f"{path} is a file", "Give a folder, a packed engine, or a .gguf model.")
     if (path / MANIFEST).is_file():
         artifact = Artifact.open(path)

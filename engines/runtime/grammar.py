@@ -16,7 +16,7 @@ import llguidance
 import numpy as np
 
 from engines.errors import LimitError
-from engines.request import Grammar
+from engines.request import OVERRUN, Grammar
 
 #: Fuel is about 50,000 a millisecond for compiling and 14,000 for a step.
 _LIMITS = llguidance.LLParserLimits(initial_lexer_fuel=2_000_000, step_lexer_fuel=200_000, step_max_items=50_000,
@@ -82,7 +82,7 @@ class Matcher:
 
     def _check(self) -> None:
         if self._inner.is_error():
-            raise GrammarError(f"the grammar stopped: {_first_line(self._inner.get_error())}",
+            raise GrammarError(f"{OVERRUN}{_first_line(self._inner.get_error())}",
                                "Simplify the schema or expression.")
 
     @property

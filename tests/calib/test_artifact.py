@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -101,6 +103,22 @@ def test_a_failing_writer_leaves_nothing_and_an_occupied_place_is_refused(tmp_pa
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
     with pytest.raises(ArtifactError, match="already exists"):
         write(tmp_path / "mine", replace=True)
+
+
+def test_a_disk_that_fills_up_under_safetensors_is_said_in_words(tmp_path):
+    """A limit on the size of files, in a process of its own: the writer is Rust, and its error no OSError."""
+    code = ("import resource, signal, sys, torch\nfrom pathlib import Path\nfrom safetensors.torch import save_file\n"
+            "from calib.artifact_writer import ArtifactWriter\nfrom calib.errors import ArtifactError\n"
+            "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\nresource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
+            "try:\n    with ArtifactWriter(Path(sys.argv[1]), 'engine', 1) as writer:\n"
+            "        save_file({'a': torch.zeros(4096)}, writer.folder / 'a')\n"
+            "except ArtifactError as error:\n    print(error.message, '|', error.hint)\n")
+    said = subprocess.run([sys.executable, "-c", code, str(tmp_path / "out")], capture_output=True, text=True,
+                          check=True)
+    assert "cannot write" in said.stdout
+    assert "File too large" in said.stdout
+    assert "Free disk space" in said.stdout
+    assert not (tmp_path / "out").exists()
 
 
 def test_two_writers_of_one_place(tmp_path):

@@ -1,10 +1,13 @@
 """Layer by layer gives the whole pass's checkpoint, bit for bit; killed anywhere, it goes on to the same digest."""
 
 import itertools
+import json
 import multiprocessing
 import os
 import shutil
 import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from calib.errors import CalibError
 from calib.formats.compressed_tensors import CompressedTensorsLayout
 from calib.formats.hf import write_shards
 from calib.model import load_hf
+from calib.plan import make_plan
 from calib.recipe import load_recipe
 
 CASES = [("fp8", "bf16"), ("fp8", "fp8"), ("bf16", "fp8"), ("int8", "bf16"), ("int8", "fp8"), ("int4_awq", "bf16"),
@@ -36,6 +40,27 @@ def test_layer_by_layer_is_the_whole_pass(deeper, calibration, choose, tmp_path,
                      for one in made)
     assert layers == whole
     assert made[0].digest == made[1].digest
+
+
+def test_layer_by_layer_works_in_far_less_memory_and_within_what_the_plan_says(calibration, tmp_path):
+    """16 layers of 1 M parameters (63 MB as they are calibrated), each way in a process of its own; fp8 searches
+    nothing, so what a layer at a time keeps is a layer, and the hidden states lie on disk."""
+    model = tiny_llama(tmp_path / "model", num_hidden_layers=16, hidden_size=256, intermediate_size=1024)
+    peaks = {}
+    for how in ("off", "on"):
+        out = tmp_path / how
+        code = ("import sys\nfrom pathlib import Path\nfrom calib.calibrate import quantize\n"
+                "from calib.dataset import CalibrationSet\nfrom calib.recipe import load_recipe\n"
+                f"quantize(Path({str(model)!r}), load_recipe('fp8'), Path({str(out)!r}), layerwise={how!r}, "
+                f"calibration=CalibrationSet.open(Path({str(calibration.artifact.path)!r})))")
+        subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+        peaks[how] = json.loads((out / "calibration.json").read_text())["peak_anonymous_bytes"]
+    weights = 16 * 4 * (3 * 256 * 1024 + 3 * 256 * 256)
+    assert peaks["off"] - peaks["on"] > weights // 2, peaks
+    length = calibration.tokens.shape[1]
+    foreseen = {how: make_plan(model, load_recipe("fp8"), layerwise=how, length=length).memory_bytes
+                for how in ("off", "on")}
+    assert foreseen["off"] - foreseen["on"] > weights // 2, foreseen
 
 
 def _killed_at(save, when, model, recipe, calibration, choose, out):

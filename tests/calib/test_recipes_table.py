@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from benchmarks.recipes_table import Judged, advice, frontier, table, write_page
+from benchmarks.recipes_table import Judged, Measured, advice, frontier, page_of, table, write_page
 
 
 def row(name, loss, size, *, dtype="int8", activation="16-bit", se=0.001, tok_s=None, **changes):
@@ -45,9 +45,16 @@ def test_a_single_row_gives_no_advice():
     assert advice(ROWS[:1]) == advice(ROWS[3:4]) == []
 
 
+def written(folder, **what):
+    write_page(folder / "page.md", folder / "cells.json", folder / "rows.json",
+               Measured(model="tiny", device="two cores", **what))
+    held = Measured.model_validate_json((folder / "rows.json").read_bytes())
+    assert page_of(held) == (folder / "page.md").read_text(), "the page follows from its rows alone"
+
+
 def test_the_page_says_what_was_refused_and_what_was_not_measured(tmp_path):
     assert "| nvfp4 | refused here: no chip |" in table(ROWS)
-    write_page(tmp_path / "page.md", tmp_path / "cells.json", ROWS, "tiny", ["later"])
+    written(tmp_path, rows=ROWS, missing=("later",))
     page = (tmp_path / "page.md").read_text()
     assert "Not measured in this run: later." in page
     assert "Calibrated on no text; judged on 16 rows, 4,096 tokens of evaluation text" in page
@@ -58,7 +65,10 @@ def test_the_page_says_what_was_refused_and_what_was_not_measured(tmp_path):
 
 
 def test_the_page_in_the_repository_says_how_many_rows_it_was_made_with():
-    page = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
+    docs = Path(__file__).parents[2] / "docs"
+    page = (docs / "recipes.md").read_text()
+    assert page == page_of(Measured.model_validate_json((docs / "benchmarks" / "recipes-rows.json").read_bytes())), \
+        "run python -m benchmarks.recipes --redraw"
     assert "Calibrated on 8 rows of 256 tokens, also where a recipe's own number of rows above is larger; judged on " \
            "8 rows, 2,048 tokens of evaluation text" in page
 
@@ -66,7 +76,7 @@ def test_the_page_in_the_repository_says_how_many_rows_it_was_made_with():
 def test_a_figure_that_is_asked_for_is_met_or_not_and_the_load_is_said(tmp_path):
     longer = [row("int4_awq", 0.1601, 1, dtype="int4", tokens=8192), row("int4_gptq", 0.16, 1, dtype="int4")]
     loaded = [one.model_copy(update={"load": 3.25, "calibration_tokens": 2048}) if one.tok_s else one for one in ROWS]
-    write_page(tmp_path / "page.md", tmp_path / "cells.json", loaded, "tiny", [], longer)
+    written(tmp_path, rows=loaded, longer=longer)
     page = (tmp_path / "page.md").read_text()
     figures = "+0.160 ± 0.001 (KL 0.0100, same top-1 0.900); asked: at most 0.16,"
     assert f"`int4_awq` on 8,192 tokens: {figures} not met." in page

@@ -158,6 +158,13 @@ def test_words_that_forbid_what_the_schema_demands_are_the_callers_fault(client)
     assert refused.value.code == "conflict"
 
 
+def test_an_expression_beyond_the_bounds_is_the_callers_fault(client) -> None:
+    with pytest.raises(openai.BadRequestError, match="the grammar stopped") as refused:
+        client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "a"}], max_tokens=20,
+                                       extra_body={"response_format": {"type": "regex", "regex": "a{1000000}"}})
+    assert refused.value.code == "grammar"
+
+
 SCHEMA = {"type": "object", "properties": {"name": {"enum": ["Ann", "Bo"]}, "age": {"type": "integer", "minimum": 0,
           "maximum": 120}}, "required": ["name", "age"], "additionalProperties": False}
 

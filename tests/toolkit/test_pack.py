@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import stat
 import zipfile
 from collections.abc import Callable
@@ -16,7 +17,9 @@ from calib.artifact_writer import ArtifactWriter
 from calib.errors import ArtifactError
 from engines.engine import Engine
 from toolkit import cli, zip_layout
+from toolkit.describe import faults_of
 from toolkit.packing import opened, pack, read_manifest, unpack
+from toolkit.refs import Ref
 
 ROOMS = {"weights/rank0/a.safetensors": bytes(range(256)) * 40, "tokenizer/tokenizer.json": b"{}", "empty": b""}
 
@@ -60,6 +63,25 @@ def test_it_is_unpacked_once_under_its_digest(artifact: Artifact, packed: Path, 
     inode = first.file("empty").stat().st_ino
     assert first.path.name == artifact.digest[:32]
     assert opened(packed, tmp_path / "cache").file("empty").stat().st_ino == inode
+
+
+def test_a_damaged_file_does_not_pass_for_the_sound_one_that_was_unpacked_before(
+        artifact: Artifact, packed: Path, tmp_path: Path) -> None:
+    cache, data, found = tmp_path / "cache", packed.read_bytes(), packed.stat()
+    opened(packed, cache)
+    at = data.index(ROOMS["weights/rank0/a.safetensors"]) + 5000
+    copy = tmp_path / "copy.engine"
+    copy.write_bytes(data[:at] + b"\xff" + data[at + 1:])
+    for bad in (copy, packed):
+        bad.write_bytes(data[:at] + b"\xff" + data[at + 1:])
+        os.utime(bad, ns=(found.st_atime_ns, found.st_mtime_ns))
+        with pytest.raises(ArtifactError, match=r"a\.safetensors"):
+            opened(bad, cache)
+    packed.write_bytes(data)
+    assert opened(packed, cache).digest == artifact.digest
+    with pytest.raises(ArtifactError, match=r"a\.safetensors"):
+        faults_of(Ref("copy", "engine", artifact.path, copy))
+    assert not any("safetensors" in fault for fault in faults_of(Ref("one", "engine", artifact.path, packed)))
 
 
 def test_a_changed_folder_is_not_packed(artifact: Artifact, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from types import TracebackType
 from typing import Any
 
 from calib.errors import ENVIRONMENT, ToolkitError
-from engines.request import CONFLICT, SamplingParams
+from engines.request import OWN_FAULTS, SamplingParams
 from toolkit.serve.faults import ApiError, bad, unavailable
 from toolkit.serve.wire import FAULT, AsyncWire, Message
 
@@ -123,8 +123,9 @@ def ending_fault(finish: str | None, error: str | None) -> ApiError | None:
     """The error that an ending is, if it is one."""
     if finish == "deadline":
         return ApiError(504, f"the request took too long: {error}", code="deadline")
-    if finish == "error" and error is not None and error.startswith(CONFLICT):
-        return ApiError(400, f"generation failed: {error}", code="conflict")
+    for begin, (code, _) in OWN_FAULTS.items():
+        if finish == "error" and error is not None and error.startswith(begin):
+            return ApiError(400, f"generation failed: {error}", code=code)
     if finish in ("error", "abort"):
         return ApiError(500, f"generation failed: {error or 'it was aborted'}", code="engine_fault")
     return None
