@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from toolkit import cli
+from toolkit import cli, health
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -187,6 +188,23 @@ def test_doctor_says_what_is_missing(call):
     states = {check["name"]: check["state"] for check in json.loads(out)["checks"]}
     assert states["torch"] == "ok"
     assert states["demo model"] == "missing"
+
+
+def test_doctor_names_each_package_that_lacks_and_what_it_is_for(call, monkeypatch):
+    known = health.metadata.version
+
+    def version(name):
+        if name in ("nvidia-modelopt", "triton"):
+            raise health.metadata.PackageNotFoundError(name)
+        return known(name)
+    monkeypatch.setattr(health.metadata, "version", version)
+    checks = {check["name"]: check for check in json.loads(call("doctor", "--json")[1])["checks"]}
+    assert checks["nvidia-modelopt"]["state"] == "missing"
+    assert "needed for" in checks["nvidia-modelopt"]["found"]
+    assert checks["nvidia-modelopt"]["mend"] == "pip install nvidia-modelopt"
+    if not torch.cuda.is_available():
+        assert "Triton is not installed" in checks["gpu"]["found"]
+        assert checks["gpu"]["mend"] == "pip install 'llm-quant-toolkit[gpu]'"
 
 
 def test_data_prepare_offline_says_what_to_bring(call):
