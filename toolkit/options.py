@@ -25,7 +25,7 @@ RecipeOption = Annotated[str, typer.Option("--recipe", help="bf16, fp8, int8, in
 ExplainOption = Annotated[bool, typer.Option("--explain", help="Show each of the recipe's values with the file it is "
                                              "from.")]
 KvOption = Annotated[KvChoice, typer.Option("--kv-cache", help="Format of the KV cache.")]
-OutOption = Annotated[Path, typer.Option("--out", help="Folder to write; it must not exist.", show_default=False)]
+OutOption = Annotated[Path, typer.Option("--out", "-o", help="Folder to write; it must not exist.", show_default=False)]
 KeptOption = Annotated[Path | None, typer.Option("--out", help="Folder to write [default: in home].",
                                                  show_default=False)]
 KindOption = Annotated[Literal["choice", "exact", "text"] | None, typer.Option(help="What your own .jsonl holds.",

@@ -32,11 +32,17 @@ def register(app: typer.Typer) -> None:
         """Continue a text, or answer it with --chat. Tokens are printed as they come."""
         from engines.llm import LLM, failure
         from engines.request import SamplingParams
+        from toolkit.errors import UsageError
         from toolkit.job import EngineJob, Limits
         from toolkit.making import engine_of
         from toolkit.stages import Workshop
         from toolkit.store import RunStore
 
+        idle = [option for option, given in (("--top-k", top_k > 0), ("--top-p", top_p != 1.0),
+                                             ("--seed", seed is not None)) if given and temperature == 0.0]
+        if idle:
+            raise UsageError(f"{idle[0]} has no effect at temperature 0, which always takes the likeliest token",
+                             "Give --temperature, like 0.7, or leave it out.")
         params = SamplingParams(max_tokens=max_tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,
                                 stop=tuple(stop or ()))
         wanted = EngineJob(recipe=recipe or "bf16", kv_cache=kv_cache or "bf16") if recipe or kv_cache else None
