@@ -38,8 +38,9 @@ def model_facts(config: Mapping[str, Any]) -> ModelFacts:
     """
     names = config.get("architectures")
     if not names:
+        hint, known = architectures_hint(config), ", ".join(sorted(FAMILIES))
         raise EngineError(f"config.json names no architectures (its model_type is {config.get('model_type')!r})",
-                          f"{architectures_hint(config)} Supported: {', '.join(sorted(FAMILIES))}.")
+                          hint if known in hint else f"{hint} Supported: {known}.")
     if names[0] not in FAMILIES:
         raise UnknownNameError("architecture", names[0], FAMILIES)
     hint = "Correct it in config.json, or copy the model folder again."
