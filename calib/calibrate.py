@@ -23,6 +23,7 @@ from calib.config import positions
 from calib.dataset import CalibrationSet, refuse_overlap
 from calib.errors import CalibrationDataError
 from calib.foresee import check_memory, foresee
+from calib.head import check_tied
 from calib.peak import AnonymousPeak
 from calib.plan import CalibrationPlan, LayerwiseChoice
 from calib.progress import Progress, Report, silent
@@ -62,6 +63,7 @@ def quantize(model: str | Path, recipe: Recipe, out: Path, *, kv_cache: KvChoice
     given = {} if calibration is None else {"length": calibration.tokens.shape[1]}
     plan, source = foresee(model, recipe, kv_cache, out=Path(out), offline=offline, tp=tp, layerwise=layerwise,
                            memory=memory, **given)
+    check_tied(source.config, ((name, source.shards.load(name)) for name in source.shards))
     if warning := check_memory(plan, asked=memory is not None):
         report(Progress("memory is short", 0, None, "byte", warning))
     tokenizer = source.tokenizer()

@@ -23,7 +23,7 @@ _COUNTS = {"vocab_size": 2**24, "hidden_size": 2**20, "intermediate_size": 2**22
            "max_position_embeddings": 2**31}
 _NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _OPTIONAL = ("num_key_value_heads", "head_dim")
-_SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias")
+_SWITCHES = ("tie_word_embeddings", "attention_bias", "mlp_bias", "is_causal")
 #: How positions are stretched, where config.json says so; the engine's tables (engines/models/rope.py) know these.
 RopeKind = Literal["default", "linear", "dynamic", "yarn", "llama3", "longrope"]
 ROPE_KINDS: tuple[RopeKind, ...] = get_args(RopeKind)

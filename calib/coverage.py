@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import fnmatch
 from collections.abc import Mapping
 from typing import Any
@@ -35,9 +36,19 @@ def _matched(recipe: Recipe, key: str, patterns: tuple[str, ...], names: list[st
         hits = fnmatch.filter(names, pattern)
         if not hits:
             raise CalibError(f"recipe {recipe.name}: {key} pattern {pattern!r} matches no module",
-                             f"Modules are named like {names[0]}.")
+                             _names_hint(pattern, names))
         found |= dict.fromkeys(hits, pattern)
     return found
+
+
+def _names_hint(pattern: str, names: list[str]) -> str:
+    """What a pattern can name, the nearest first: a module where its last part is one's, else what ends so."""
+    bare, ends = pattern.replace("*", "").strip("."), list(dict.fromkeys(name.rpartition(".")[2] for name in names))
+    leaf = bare.rpartition(".")[2]
+    near = difflib.get_close_matches(bare, names, n=1) if leaf in ends else [
+        f"*.{end}" for end in difflib.get_close_matches(leaf, ends, n=1)]
+    meant = f"Did you mean {near[0]!r}? " if near else ""
+    return f"{meant}Modules are named like {names[0]}, and end in {', '.join(ends)}."
 
 
 def _kept(recipe: Recipe, names: list[str]) -> dict[str, str]:
@@ -101,6 +112,21 @@ def matched_modules(recipe: Recipe, shapes: dict[str, tuple[int, int]], group: i
         raise CalibError(f"{odd.name} has {odd.shape[0]} outputs; int4 codes are packed in pairs of outputs",
                          "Put the module on keep.")
     return plans
+
+
+def check_protect(recipe: Recipe, family: Family, modules: tuple[ModulePlan, ...], layers: int) -> None:
+    """CalibError where ``protect`` takes every layer of which ``keep`` leaves something to quantize."""
+    prefix = f"{family.layers}."
+    rounded = len({one.name.removeprefix(prefix).partition(".")[0] for one in modules
+                   if one.scheme is not None and one.name.startswith(prefix)})
+    if recipe.protect and rounded < layers and recipe.protect >= rounded:
+        raise CalibError(f"recipe {recipe.name} protects {recipe.protect} layers, and keep leaves something to "
+                         f"quantize in {rounded} of the model's {layers}: none is left to quantize",
+                         f"Keep less, or {'leave protect out' if rounded == 1 else f'protect at most {rounded - 1}'}.")
+    if recipe.protect >= layers:
+        raise CalibError(f"recipe {recipe.name} protects {recipe.protect} layers, and the model has {layers}: none is "
+                         "left to quantize", "Leave protect out." if layers == 1 else
+                         f"Protect at most {layers - 1}, or use the recipe bf16.")
 
 
 def check_fused(family: Family, modules: tuple[ModulePlan, ...], num_layers: int) -> None:

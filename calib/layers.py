@@ -109,7 +109,7 @@ def kind_of(name: str, config: Mapping[str, Any]) -> str:
 def family_of(config: Mapping[str, Any], origin: str) -> Family:
     """The model's family, or a CalibError that names its architecture and the supported ones, or a missing key."""
     if not config.get("architectures"):
-        raise CalibError(f"config.json of {origin} has no 'architectures'", _architectures_hint(config))
+        raise CalibError(f"config.json of {origin} has no 'architectures'", architectures_hint(config))
     name = config["architectures"][0]
     if name not in FAMILIES:
         raise CalibError(f"{origin} is a {name}{kind_of(name, config)}, which is not supported",
@@ -118,7 +118,7 @@ def family_of(config: Mapping[str, Any], origin: str) -> Family:
     return FAMILIES[name]
 
 
-def _architectures_hint(config: Mapping[str, Any]) -> str:
+def architectures_hint(config: Mapping[str, Any]) -> str:
     """What to add to a config.json that names no class: the one that its model_type stands for, where we know it."""
     kind = str(config.get("model_type") or "")
     plain = kind.removesuffix("_text").replace("_", "")

@@ -142,6 +142,8 @@ def choose_protected(model: nn.Module, plan: CalibrationPlan, family: Family, ch
         report(Progress("choose protected layers", layer, plan.num_layers, "layer"))
         names = [name for module in schemes if module.startswith(f"{family.layers}.{layer}.")
                  for name in quantizer.of_module(model, module)]
+        if not names:  # kept whole: there is nothing to protect
+            continue
 
         def loss(names: list[str] = names) -> float:
             with quantizer.disabled(model, names):

@@ -16,17 +16,20 @@ from calib.config import read_config
 from calib.errors import CalibError
 from calib.formats.hf import Shards, without_progress_bars
 from calib.grids import dequantize_weight, fake_quantize
+from calib.head import check_tied
 from calib.kv import FAKE_KV
 from calib.layers import family_of
 from calib.scheme import Grid, Scheme
 
 
 def load_hf(folder: Path, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The unquantized model in eval mode. Every tensor is one of config.json's, and finite: checked before loading."""
+    """The unquantized model in eval mode. Checked before loading: every tensor is one of config.json's and finite, and
+    a tied head is one matrix with the embedding."""
     config, shards = read_config(folder), Shards(folder)
     family_of(config, str(folder))
     check_weights(config, shards)
     check_finite(shards)
+    check_tied(config, ((name, shards.load(name)) for name in shards))
     with without_progress_bars():
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True,
                                                      trust_remote_code=False)

@@ -14,7 +14,7 @@ from typing import Literal
 
 from calib.choices import KvChoice
 from calib.config import positions
-from calib.coverage import ModulePlan, check_fused, group_size_of, matched_modules, other_modules
+from calib.coverage import ModulePlan, check_fused, check_protect, group_size_of, matched_modules, other_modules
 from calib.dataset import check_row_length
 from calib.errors import ENVIRONMENT, CalibError
 from calib.estimates import MIB, Sizes, free_bytes, memory_bound, working_bytes
@@ -119,8 +119,10 @@ def make_plan(model: str | Path, recipe: Recipe, kv_cache: KvChoice = "bf16", *,
     CalibError: an unsupported architecture (with the supported ones), a group size that fits nothing (with the module),
     a pattern of ``keep`` that matches nothing, weights that are missing or already quantized, another model's
     tokenizer, a cut through a group (ShardingError), a recipe that cannot go layer by layer and was asked to, rows that
-    are longer than the model has positions, ``protect`` that leaves no layer.
+    are longer than the model has positions, ``protect`` that leaves no layer, ``rows`` or ``seed`` where nothing is
+    calibrated on text.
     """
+    _check_effect(recipe, kv_cache)
     folder = resolve_model(model, offline=offline)
     outline = outline_of(folder)
     config, layers = outline.config, int(outline.config["num_hidden_layers"])
@@ -129,13 +131,13 @@ def make_plan(model: str | Path, recipe: Recipe, kv_cache: KvChoice = "bf16", *,
         check_vocabulary(Tokenizer.open(folder), config["vocab_size"])
     check_heads(config, tp)
     shapes = _linear_shapes(outline, family)
-    _check_protect(recipe, layers)
     known = positions(config)
     if length is not None and recipe.needs_data(kv_cache):  # one that reads no text has no rows
         check_row_length(length, known)
     length = length or min(LENGTH, known or LENGTH)
     group, kv = group_size_of(recipe, shapes, tp), _kv_grid(kv_cache)
     modules = (*matched_modules(recipe, shapes, group, kv), *other_modules(outline.shapes, config, recipe, kv))
+    check_protect(recipe, family, modules, layers)
     check_fused(family, modules, layers)
     check_modules(((one.name, one.shape, one.scheme) for one in modules if one.name in shapes), tp)
     layout, tied = _layout(recipe, kv), is_tied(config)
@@ -172,11 +174,14 @@ def layerwise_obstacle(recipe: Recipe) -> str:
     return "a quantized lm_head lies in no layer" if recipe.lm_head else ""
 
 
-def _check_protect(recipe: Recipe, layers: int) -> None:
-    if recipe.protect >= layers:
-        raise CalibError(f"recipe {recipe.name} protects {recipe.protect} layers, and the model has {layers}: none is "
-                         "left to quantize", "Leave protect out." if layers == 1 else
-                         f"Protect at most {layers - 1}, or use the recipe bf16.")
+def _check_effect(recipe: Recipe, kv_cache: KvChoice) -> None:
+    """Here, not in the recipe's own rules: a KV cache of eight bits has scales that are measured on text."""
+    for key in () if recipe.needs_data(kv_cache) else ("rows", "seed"):
+        value, usual = getattr(recipe, key), Recipe.model_fields[key].default
+        if value != usual:
+            raise CalibError(f"{key} {value} of recipe {recipe.name} would have no effect: with a {kv_cache} KV cache "
+                             "it is calibrated on no text", f"Leave {key} out of the recipe (or write `{key}: {usual}` "
+                             "over what it extends), or choose a KV cache of eight bits.")
 
 
 def _by_layer(wanted: str, recipe: Recipe, kv: Grid, bound: int | None, whole: int) -> tuple[bool, str]:

@@ -20,7 +20,7 @@ from pydantic import Field, ValidationError, model_validator
 from calib.choices import KvChoice
 from calib.errors import CalibError, UnknownNameError, name_hint, shown
 from calib.faults import fault_words
-from calib.recipe_rules import check_layout, check_method, raises
+from calib.recipe_rules import CHOOSE_TOKENS, check_layout, check_method, raises
 from calib.recipe_words import WRITTEN, first_fault, hint_of, name_of_file, place_of, words_of
 from calib.scheme import BF16, FIXED_GROUPS, MAX_GROUP, Frozen, Grid, PerChannel, PerGroup
 from calib.yaml_text import read_yaml
@@ -75,7 +75,7 @@ class Recipe(Frozen):
     raised: dict[EightBits, tuple[str, ...]] = Field(default={}, exclude_if=lambda raised: not raised)
     lm_head: EightBits | None = None
     rows: int = Field(default=16, gt=0, lt=2**31, strict=True)
-    choose_tokens: int = Field(default=2048, ge=64, lt=2**31, strict=True)
+    choose_tokens: int = Field(default=CHOOSE_TOKENS, ge=64, lt=2**31, strict=True)
     seed: int = Field(default=0, ge=0, lt=2**63, strict=True)
 
     @model_validator(mode="after")

@@ -17,6 +17,8 @@ _COMPENSATES = ("gptq", "awq")
 _DYNAMIC_KINDS = ("token", "group")
 #: Candidates of one search: each is a pass over the calibration text, or rounds every weight once more.
 _MOST = 100
+#: Tokens of ``choose`` text where a recipe says nothing.
+CHOOSE_TOKENS = 2048
 #: The narrowest range that is tried of a group's largest value: below it nearly every code is the largest one.
 _NARROWEST = 0.1
 
@@ -52,6 +54,8 @@ class _Settings(Protocol):
     def raised(self) -> Mapping[Any, tuple[str, ...]]: ...
     @property
     def lm_head(self) -> str | None: ...
+    @property
+    def choose_tokens(self) -> int: ...
 
 
 def check_method(recipe: _Settings) -> None:
@@ -108,6 +112,7 @@ def _check_belongings(recipe: _Settings) -> None:
         raise ValueError(f"alphas are distinct numbers from 0 to 1, like [0, 0.5, 0.7], not {list(recipe.alphas)}")
     _check_belonging("alpha_step", recipe.alpha_step, _SEARCHES, method)
     _check_search(recipe)
+    _check_choice(recipe)
     unfit = any(not _NARROWEST <= ratio <= 1.0 for ratio in recipe.clip_ratios)
     if unfit or (recipe.clip_ratios and method not in (*_SEARCHES, "gptq")):
         raise ValueError("clip_ratios lie in [0.1, 1] and belong to methods 'awq_lite', 'awq' and 'gptq', not "
@@ -123,6 +128,16 @@ def _check_belongings(recipe: _Settings) -> None:
     if (recipe.weight.granularity.kind == "group") != bool(recipe.group_sizes):
         raise ValueError("group_sizes belong to group-wise weights, and they need them; here "
                          f"{list(recipe.group_sizes)} stand beside {recipe.weight} weights")
+    for key, values in (("clip_ratios", recipe.clip_ratios), ("group_sizes", recipe.group_sizes)):
+        if len(set(values)) != len(values):
+            raise ValueError(f"{key} are distinct numbers, not {list(values)}: a second time changes nothing")
+
+
+def _check_choice(recipe: _Settings) -> None:
+    """``choose`` text is read where a choice is measured on it, whatever the KV cache."""
+    if recipe.choose_tokens != CHOOSE_TOKENS and not recipe.protect and len(recipe.alphas) < 2:
+        raise ValueError(f"choose_tokens {recipe.choose_tokens} has no effect: nothing is chosen by measured loss, "
+                         "as several alphas and protect are")
 
 
 def _check_search(recipe: _Settings) -> None:

@@ -21,6 +21,8 @@ MAX_BYTES = 1024 * 1024
 _DEPTH = 32
 _TAG = "tag:yaml.org,2002:"
 _REFUSED = ("timestamp", "binary", "set", "omap", "pairs", "merge")
+#: YAML 1.1 also reads 010 as 8, 1_0 as 10, 0x10 as 16 and 1:30 as 90: to people and to YAML 1.2 they are others.
+_WHOLE = re.compile(r"[-+]?(?:0|[1-9][0-9]*)")
 _NAMES = {list: "a list", str: "a text", bool: "true or false", int: "a number", float: "a number"}
 
 
@@ -53,7 +55,18 @@ class _Plain(yaml.SafeLoader):
             found[key] = self.construct_object(value_node, deep=True)
         return found
 
+    def plain_int(self, node: yaml.ScalarNode) -> int:
+        value = int(self.construct_yaml_int(node))
+        if not _WHOLE.fullmatch(node.value):
+            as_read = node.value.replace("_", "").lstrip("+-").lstrip("0")
+            other = f" or {'-' * (value < 0)}{as_read}" if as_read.isdecimal() and as_read != str(abs(value)) else ""
+            raise _odd(f"{node.value} is no decimal number, and readers of YAML differ over it: write {value}{other}, "
+                       "or quote the text", node)
+        return value
+
     def plain_number(self, node: yaml.ScalarNode) -> float:
+        if "_" in node.value or ":" in node.value:
+            raise _odd(f"{node.value} is no decimal number: write its digits alone, or quote the text", node)
         value = self.construct_yaml_float(node)
         if not math.isfinite(value):
             raise _odd(f"{node.value} is no finite number", node)
@@ -78,6 +91,7 @@ _Plain.add_implicit_resolver(f"{_TAG}float", re.compile(r"[-+]?(?:[0-9]+\.?[0-9]
 _Plain.add_constructor(f"{_TAG}map", _Plain.plain_mapping)
 _Plain.add_constructor(f"{_TAG}str", _Plain.plain_text)
 _Plain.add_constructor(f"{_TAG}float", _Plain.plain_number)
+_Plain.add_constructor(f"{_TAG}int", _Plain.plain_int)
 for _tag in (*(f"{_TAG}{kind}" for kind in _REFUSED), None):  # None: any tag that is not known
     _Plain.add_constructor(_tag, _Plain.refused)
 

@@ -19,6 +19,7 @@ import torch
 from pydantic import Field
 
 from calib.artifact_writer import ArtifactWriter
+from calib.head import check_tied
 from calib.progress import Progress, Report, silent
 from calib.scheme import Frozen, Grid, Scheme
 from calib.text import Tokenizer, check_vocabulary
@@ -157,11 +158,12 @@ def build(checkpoint: Source, spec: EngineSpec, out: Path | str, report: Report 
           tuning: Path | None = None) -> Engine:
     """Build an engine for this machine at ``out``. ``tuning`` is the folder of tuning caches (None: no cache).
 
-    EngineError or ArtifactError says what cannot be done; nothing half-written is left.
+    EngineError, ArtifactError or CalibError says what cannot be done; nothing half-written is left.
     """
     started = time.monotonic()
     place = ArtifactWriter(out, KIND, FORMAT, [checkpoint.digest])
     place.refuse_place()
+    check_tied(checkpoint.config, checkpoint.tensors())
     plan, timings = plan_for(checkpoint, spec, tuning, report)
     record = EngineRecord(plan=plan, recipe=checkpoint.recipe, source_grid=checkpoint.source_grid,
                           emulated=is_emulated(checkpoint.schemes, checkpoint.kv, plan.device), spec=spec)

@@ -30,6 +30,7 @@ from pydantic import model_validator
 
 from calib.artifact import Artifact
 from calib.artifact_writer import ArtifactWriter
+from calib.head import check_tied
 from calib.progress import Progress, Report, silent
 from calib.scheme import Frozen, Grid, Scheme
 from calib.text import Tokenizer
@@ -140,6 +141,7 @@ def prepare(checkpoint: Source, spec: EngineSpec, target: str, out: Path | str, 
     place.refuse_place()
     spec = spec.model_copy(update={"device": device.kind})
     check_runs(checkpoint.config, checkpoint.schemes, checkpoint.kv, device)
+    check_tied(checkpoint.config, checkpoint.tensors())
     keys = activation_keys(checkpoint.tensors(), checkpoint.schemes)
     program = _target_program(checkpoint, keys, spec, device)
     record = PreparedRecord(target=target, spec=spec, program=program, config=checkpoint.config,

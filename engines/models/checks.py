@@ -7,8 +7,10 @@ prompt.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
+from calib.errors import shown
 from engines.errors import EngineError
 from engines.models.facts import ModelFacts
 from engines.models.rope import RopeFacts
@@ -23,6 +25,17 @@ def check_facts(facts: ModelFacts) -> None:
                           "positions", _HINT)
     for rope in (facts.rope, *((facts.local_rope,) if facts.local_rope else ())):
         _check_rope(rope, facts.head_dim)
+
+
+def check_attention(config: Mapping[str, Any]) -> None:
+    """EngineError for what config.json says of its layers' attention and no family's program heeds."""
+    if config.get("is_causal") is False:
+        raise EngineError("is_causal is false in config.json: attention that sees later tokens makes an encoder, which "
+                          "is not supported", "Supported: causal text models.")
+    types, layers = config.get("layer_types"), config["num_hidden_layers"]
+    if types is not None and (not isinstance(types, list | tuple) or len(types) != layers):
+        raise EngineError(f"config.json: layer_types is {shown(types)}, not a list of {layers} entries, one for each "
+                          "of num_hidden_layers", "Correct it in config.json, or copy the model folder again.")
 
 
 def checked_window(window: Any) -> int | None:

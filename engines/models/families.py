@@ -9,8 +9,9 @@ from pydantic import ValidationError
 
 from calib.errors import UnknownNameError
 from calib.faults import fault_words
+from calib.layers import architectures_hint
 from engines.errors import EngineError
-from engines.models.checks import check_facts
+from engines.models.checks import check_attention, check_facts
 from engines.models.facts import ModelFacts
 from engines.models.gemma import gemma2_facts, gemma3_facts
 from engines.models.llama import llama_facts
@@ -35,11 +36,16 @@ def model_facts(config: Mapping[str, Any]) -> ModelFacts:
 
     EngineError names a setting that no engine computes, or a value that nothing can be computed with.
     """
-    names = config.get("architectures") or [f"model_type {config.get('model_type')!r}"]
+    names = config.get("architectures")
+    if not names:
+        hint, known = architectures_hint(config), ", ".join(sorted(FAMILIES))
+        raise EngineError(f"config.json names no architectures (its model_type is {config.get('model_type')!r})",
+                          hint if known in hint else f"{hint} Supported: {known}.")
     if names[0] not in FAMILIES:
         raise UnknownNameError("architecture", names[0], FAMILIES)
     hint = "Correct it in config.json, or copy the model folder again."
     try:
+        check_attention(config)
         facts = FAMILIES[names[0]](config)
     except KeyError as error:
         raise EngineError(f"config.json has no {error.args[0]!r}", "Copy the model folder again.") from error

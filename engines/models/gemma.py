@@ -24,7 +24,7 @@ def _gemma(config: Mapping[str, Any], family: str, rope: RopeFacts, sliding: lis
         raise EngineError("bidirectional attention makes an encoder, which is not supported",
                           "Supported: causal text models.")
     bias, scalar = config.get("attention_bias", False), config.get("query_pre_attn_scalar", 256)
-    if not scalar > 0:
+    if type(scalar) not in (int, float) or not scalar > 0:
         raise EngineError(f"config.json: query_pre_attn_scalar is {scalar!r}, not a number above 0",
                           "Scores are divided by its root; correct it in config.json.")
     return plain_facts(

@@ -114,7 +114,8 @@ def _scaling(kind: Kind, found: Mapping[str, Any], config: Mapping[str, Any]) ->
     if kind == "llama3":
         return {"factor": found["factor"], "original": original, "low_freq_factor": found["low_freq_factor"],
                 "high_freq_factor": found["high_freq_factor"]}
-    factor = found.get("factor") or config["max_position_embeddings"] / original
+    stated = found["factor"] if kind == "yarn" else found.get("factor")  # as transformers: null, not absent, is a ratio
+    factor = stated or config["max_position_embeddings"] / original
     given = found.get("attention_factor")
     if kind == "yarn":
         return {"factor": factor, "original": original, "beta_fast": found.get("beta_fast") or 32.0,

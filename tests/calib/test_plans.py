@@ -201,6 +201,20 @@ def test_protect_must_leave_a_layer(model_folder, tmp_path):
     assert error.value.hint == "Protect at most 1, or use the recipe bf16."
 
 
+def test_protect_counts_layers_that_keep_leaves(tmp_path):
+    """One layer has something left, and protecting it would leave a bf16 model under the recipe's name."""
+    folder = tiny_llama(tmp_path / "m", num_hidden_layers=4)
+    for protect, kept, hint in ((1, "[0-2]", "Keep less, or leave protect out."),
+                                (3, "[01]", "Keep less, or protect at most 1.")):
+        (tmp_path / "r.yaml").write_text(f"extends: int8\nprotect: {protect}\nkeep: ['model.layers.{kept}.*']\n")
+        left = 1 if protect == 1 else 2
+        with pytest.raises(CalibError, match=f"protects {protect} layers, .* in {left} of the model's 4") as error:
+            make_plan(folder, load_recipe(tmp_path / "r.yaml"))
+        assert error.value.hint == hint
+    (tmp_path / "r.yaml").write_text("extends: int8\nprotect: 1\nkeep: ['model.layers.[01].*', '*.2.mlp.*']\n")
+    assert make_plan(folder, load_recipe(tmp_path / "r.yaml")).recipe.protect == 1
+
+
 def test_rows_are_as_long_as_the_model_goes_and_no_longer(model_folder):
     usual, whole = (make_plan(model_folder, load_recipe("int8"), length=length) for length in (None, 128))
     assert usual.memory_bytes == whole.memory_bytes

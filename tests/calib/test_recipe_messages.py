@@ -221,8 +221,61 @@ def test_of_two_built_in_recipes_the_later_one_says_what_is_rounded(tmp_path):
     assert loaded > 100
 
 
+@pytest.mark.parametrize(("text", "key"), [
+    ("extends: fp8\nchoose_tokens: 4096", "choose_tokens 4096 has no effect"),
+    ("extends: bf16\nchoose_tokens: 64", "choose_tokens 64 has no effect"),
+    ("extends: int8\nalphas: [0.5]\nchoose_tokens: 64", "choose_tokens 64 has no effect"),
+    ("extends: int4_awq\nclip_ratios: [1, 1]", "clip_ratios are distinct numbers, not [1.0, 1.0]"),
+    ("extends: int4_awq\ngroup_sizes: [128, 64, 64]", "group_sizes are distinct numbers, not [128, 64, 64]")])
+def test_what_changes_nothing_is_refused(tmp_path, text, key):
+    message, hint = refused(tmp_path, text)
+    assert key in message
+    assert f"{key.split()[0]} (in mine.yaml)" in hint
+
+
+def test_choose_text_may_be_sized_where_something_is_chosen(tmp_path):
+    for text in ("extends: fp8\nprotect: 1\n", "extends: int8\n"):
+        (tmp_path / "mine.yaml").write_text(f"{text}choose_tokens: 4096\n")
+        assert load_recipe(tmp_path / "mine.yaml").choose_tokens == 4096
+
+
+@pytest.mark.parametrize("line", ["rows: 8", "seed: 3"])
+@pytest.mark.parametrize("base", ["bf16", "fp8_dynamic"])
+def test_rows_and_seed_are_refused_where_no_text_is_read(tmp_path, base, line):
+    """With a KV cache of eight bits the same recipe reads text, and they have their effect."""
+    folder = tiny_llama(tmp_path / "m")
+    (tmp_path / "mine.yaml").write_text(f"extends: {base}\n{line}\n")
+    mine, said = load_recipe(tmp_path / "mine.yaml"), line.replace(":", "")
+    with pytest.raises(CalibError, match=f"{said} of recipe mine would have no effect: with a bf16 KV cache") as error:
+        make_plan(folder, mine)
+    assert line.partition(":")[0] in error.value.hint
+    assert make_plan(folder, mine, "fp8").kv.dtype == "fp8_e4m3"
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    ("010", "write 8 or 10,"), ("1_0", "write 10,"), ("0x10", "write 16,"), ("0b11", "write 3,"), ("1:30", "write 90,"),
+    ("-010", "write -8 or -10,"), ("1_0.5", "write its digits alone"), ("1:30.5", "write its digits alone")])
+def test_numbers_that_readers_of_yaml_differ_over_are_refused(tmp_path, text, message):
+    (tmp_path / "mine.yaml").write_text(f"extends: fp8\nprotect: {text}\n")
+    with pytest.raises(CalibError) as error:
+        load_recipe(tmp_path / "mine.yaml")
+    assert f"line 2, column 10: {text} is no decimal number" in error.value.message
+    assert message in error.value.message
+
+
+@pytest.mark.parametrize(("pattern", "hint"), [
+    ("*.donw_proj", "Did you mean '*.down_proj'? Modules are named like model.layers.0.self_attn.q_proj"),
+    ("model.layers.9.mlp.down_proj", "Did you mean 'model.layers."), ("x", "and end in q_proj, k_proj, v_proj")])
+def test_a_pattern_that_matches_nothing_is_told_what_would(tmp_path, pattern, hint):
+    folder = tiny_llama(tmp_path / "m")
+    (tmp_path / "mine.yaml").write_text(f"extends: int8\nkeep: ['{pattern}']\n")
+    with pytest.raises(CalibError, match="matches no module") as error:
+        make_plan(folder, load_recipe(tmp_path / "mine.yaml"))
+    assert hint in error.value.hint
+
+
 @pytest.mark.parametrize(("text", "value"), [("1e-3", 0.001), ("-2E+5", -2e5), ("1.5e3", 1500.0), ("'1e-3'", "1e-3"),
-                                             ("1e", "1e")])
+                                             ("1e", "1e"), ("0", 0), ("+7", 7), ("-10", -10), ("'010'", "010")])
 def test_numbers_are_what_they_look_like(tmp_path, text, value):
     (tmp_path / "x.yaml").write_text(f"a: {text}\n")
     assert read_yaml(tmp_path / "x.yaml", CalibError, "") == {"a": value}

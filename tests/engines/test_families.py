@@ -120,10 +120,27 @@ BASE = {"vocab_size": 8, "hidden_size": 32, "intermediate_size": 8, "num_hidden_
     ("Phi3ForCausalLM", {"max_position_embeddings": 9000, "rope_scaling": {
         "type": "su", "short_factor": [0.0] * 8, "long_factor": [1.0] * 8}}, "the factor 0.0 in short_factor"),
     ("LlamaForCausalLM", {"max_position_embeddings": 1}, "max_position_embeddings is 1"),
+    ("LlamaForCausalLM", {"is_causal": False}, "is_causal is false in config.json"),
+    ("Gemma3ForCausalLM", {"layer_types": ["full_attention"] * 3}, "layer_types is .* not a list of 2 entries"),
+    ("Qwen3ForCausalLM", {"layer_types": ["full_attention"]}, "layer_types is .* not a list of 2 entries"),
+    ("Gemma2ForCausalLM", {"layer_types": []}, r"layer_types is \[\], not a list of 2 entries"),
+    ("LlamaForCausalLM", {"rope_scaling": {"type": "yarn"}, "max_position_embeddings": 9}, "yarn rope .* no 'factor'"),
+    ("LlamaForCausalLM", {"rope_scaling": {"type": "linear"}}, "linear rope of config.json has no 'factor'"),
+    ("LlamaForCausalLM", {"rope_scaling": {"type": "dynamic"}}, "dynamic rope of config.json has no 'factor'"),
+    ("Gemma2ForCausalLM", {"query_pre_attn_scalar": None}, "query_pre_attn_scalar is None, not a number above 0"),
+    ("Gemma3ForCausalLM", {"query_pre_attn_scalar": "9"}, "query_pre_attn_scalar is '9', not a number above 0"),
 ], ids=lambda value: value if isinstance(value, str) else "")
 def test_settings_that_are_not_computed_are_refused(architecture: str, changes: dict, error: str) -> None:
     with pytest.raises(EngineError, match=error):
         model_facts(BASE | {"architectures": [architecture]} | changes)
+
+
+@pytest.mark.parametrize("named", [{"architectures": None}, {"architectures": []}, {}])
+def test_a_config_that_names_no_architecture_is_told_the_supported_ones(named: dict) -> None:
+    with pytest.raises(EngineError, match=r"names no architectures \(its model_type is 'llama'\)") as error:
+        model_facts(BASE | {"model_type": "llama"} | named)
+    assert 'Add "architectures": ["LlamaForCausalLM"]' in error.value.hint
+    assert "Supported: Gemma2ForCausalLM" in error.value.hint
 
 
 def test_facts_follow_the_defaults_of_older_files() -> None:
