@@ -16,10 +16,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from calib.errors import CalibError
+from calib.formats.coherence import check_float
 from calib.formats.hf import MissingWeightsError, Shards
 
 _HEAD = "lm_head.weight"
-_FLOATS = ("BF16", "F16", "F32", "F64")
 #: Buffers that older checkpoints carry and that every loader computes.
 _COMPUTED = re.compile(r"rotary_emb\.inv_freq$")
 #: What quantization puts beside a weight; its shapes depend on the scheme, not on the architecture.
@@ -67,12 +67,10 @@ def differences(config: Mapping[str, Any], found: Mapping[str, tuple[int, ...]],
 
 def check_weights(config: Mapping[str, Any], shards: Shards) -> None:
     """MissingWeightsError that names the first tensor of an unquantized folder which does not belong to config.json."""
-    hint = "Weights and config.json are of two models, or the copy is incomplete."
-    odd = next((name for name, meta in shards.items() if meta.dtype not in _FLOATS), None)
-    if odd is not None:
-        raise MissingWeightsError(f"{shards.folder}: {odd} is {shards[odd].dtype}; unquantized weights are "
-                                  f"{', '.join(_FLOATS)}", hint)
+    for name, meta in shards.items():
+        check_float(shards, name, meta)
     shapes = {name: meta.shape for name, meta in shards.items()}
     wrong = next(differences(config, shapes, str(shards.folder)), None)
     if wrong is not None:
-        raise MissingWeightsError(f"{shards.folder}: {wrong[1]} {wrong[2]}", hint)
+        raise MissingWeightsError(f"{shards.folder}: {wrong[1]} {wrong[2]}",
+                                  "Weights and config.json are of two models, or the copy is incomplete.")

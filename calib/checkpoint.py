@@ -22,6 +22,7 @@ from calib.artifact import MANIFEST, Artifact, canonical_json, file_sha256, sha2
 from calib.config import read_config
 from calib.errors import ArtifactError, CalibError, UnknownNameError
 from calib.formats.awq import AwqLayout
+from calib.formats.coherence import check_coherent
 from calib.formats.compressed_tensors import CompressedTensorsLayout
 from calib.formats.gguf import SOURCE_FILE
 from calib.formats.gptq import GptqLayout
@@ -86,6 +87,7 @@ class QuantizedCheckpoint:
         self.schemes: dict[str, Scheme]
         self.kv: Grid
         self.schemes, self.kv = self.layout.schemes(self._whole_config, self.shards)
+        check_coherent(self.shards, self.schemes, quantization_of(path, self._whole_config) is not None)
 
     @classmethod
     def open(cls, path: Path | str) -> QuantizedCheckpoint:

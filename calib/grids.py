@@ -12,6 +12,8 @@ from torch.nn import functional
 from calib.scheme import CODE_MAX, Grid
 
 _INT_RANGE = {"int8": (-128, 127), "int4": (-8, 7)}
+#: Weights are also multiplied in half precision; no weight of a model comes near its largest number.
+_LARGEST = torch.finfo(torch.float16).max
 
 
 def expand_scale(grid: Grid, scale: torch.Tensor, weight_shape: tuple[int, ...],
@@ -77,6 +79,15 @@ def amax_scale(grid: Grid, weight: torch.Tensor) -> torch.Tensor:
     else:
         raise ValueError(f"a weight cannot be scaled per {kind.kind}")
     return torch.where(amax > 0, amax / CODE_MAX[grid.dtype], torch.ones_like(amax))
+
+
+def too_large(grid: Grid, scale: torch.Tensor) -> str:
+    """What is wrong with weight scales whose largest code is no finite half-precision number; empty when nothing is."""
+    worst = float(scale.max()) if scale.numel() else 0.0
+    if worst * CODE_MAX[grid.dtype] <= _LARGEST:
+        return ""
+    return (f"holds {worst:.3g}: weights on {grid} would reach {worst * CODE_MAX[grid.dtype]:.3g}, half precision "
+            f"ends at {_LARGEST:.0f}")
 
 
 def fake_quantize(grid: Grid, values: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:

@@ -17,6 +17,7 @@ from calib.artifact import MANIFEST, Artifact
 from calib.blocks import all_finite, any_nonzero
 from calib.checkpoint import FORMAT, KIND, QuantizedCheckpoint
 from calib.errors import ToolkitError
+from calib.grids import too_large
 from calib.layers import attention_modules, family_of, scale_shape
 from calib.scheme import Scheme
 from calib.text import check_vocabulary
@@ -65,15 +66,15 @@ def verify_folder(checkpoint: QuantizedCheckpoint) -> list[Fault]:
 def _tensor_faults(name: str, tensor: torch.Tensor, schemes: dict[str, Scheme]) -> Iterator[Fault]:
     leaf = name.rpartition(".")[2]
     module = name.rpartition(".")[0]
-    if leaf == "weight" and module not in schemes and not tensor.is_floating_point():
-        yield Fault("dtype", name, f"is {str(tensor.dtype).removeprefix('torch.')}, and no scheme says what it means")
-    elif tensor.is_floating_point() and not all_finite(tensor):
+    if tensor.is_floating_point() and not all_finite(tensor):
         yield Fault("not_finite", name, "holds NaN or infinity")
     elif leaf == "weight" and tensor.dim() == 2 and not any_nonzero(tensor):
         yield Fault("all_zero", name, "is zero everywhere: the layer is dead")
     elif leaf in _SCALES and not (tensor > 0).all():
         count = int((tensor <= 0).sum())
         yield Fault("not_positive", name, f"{count} of {tensor.numel()} scales are zero or negative")
+    elif leaf == "weight_scale" and module in schemes and (wrong := too_large(schemes[module].weight, tensor)):
+        yield Fault("too_large", name, wrong)
     elif leaf == "weight_zero" and not ((tensor == tensor.round()) & (tensor >= 0) & (tensor <= 16)).all():
         yield Fault("off_grid", name, "holds zero points that are no codes (whole numbers from 0 to 16)")
     elif leaf == "g_idx" and module in schemes and (wrong := _wrong_groups(tensor, schemes[module])):

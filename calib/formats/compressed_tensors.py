@@ -31,6 +31,7 @@ from calib.scheme import BF16, BITS, Grid, PerBlock, PerChannel, PerGroup, PerTe
 _FORMATS = {"int-quantized", "float-quantized", "naive-quantized", "pack-quantized", "dense", "mixed-precision"}
 _STRATEGIES = {"tensor": PerTensor, "channel": PerChannel, "token": PerToken}
 _WRITTEN = {"int8": "int-quantized", "fp8_e4m3": "float-quantized"}
+_STORED = {"int8": "I8", "fp8_e4m3": "F8_E4M3"}
 _KV = (Grid(dtype="fp8_e4m3"), Grid(dtype="int8"))
 _NAMES = {"weight_packed": "weight", "weight_zero_point": "weight_zero", "weight_g_idx": "g_idx"}
 
@@ -130,10 +131,15 @@ class CompressedTensorsLayout:
                              "config.json is damaged.")
         weight = _grid(group["weights"], f"weights of {module}")
         activation = group.get("input_activations")
-        packed = f"{module}.weight_packed" in shards and weight.dtype in ("int4", "int8")
+        packed = weight.dtype in ("int4", "int8") and any(
+            f"{module}.{leaf}" in shards for leaf in ("weight_packed", "weight_shape"))
         stored = f"{module}.weight_packed" if packed or weight.dtype == "int4" else f"{module}.weight"
         if stored not in shards:
             raise CalibError(f"{shards.folder}: {stored} is missing", "The checkpoint is incomplete.")
+        wanted = "I32" if packed or weight.dtype == "int4" else _STORED[weight.dtype]
+        if shards[stored].dtype != wanted:
+            raise CalibError(f"{shards.folder}: {stored} is {shards[stored].dtype}; {weight} codes lie as {wanted}",
+                             "config.json does not belong to these weights, or they are damaged.")
         shape = shards[stored].shape
         scale: tuple[int, ...] = shards[f"{module}.weight_scale"].shape
         if packed:

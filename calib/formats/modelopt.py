@@ -31,6 +31,7 @@ from typing import Any
 import torch
 
 from calib.errors import CalibError, UnknownNameError
+from calib.formats.coherence import alike, check_all_or_none
 from calib.formats.hf import Shards, read_json, write_shards
 from calib.layers import attention_names, check_scale_shape
 from calib.scheme import BF16, Grid, PerBlock, PerChannel, PerGroup, PerTensor, PerToken, Scheme
@@ -94,6 +95,7 @@ class ModeloptLayout:
         kv = self._kv(section.get("kv_cache_quant_algo"))
         layers = section.get("quantized_layers")
         found: dict[str, Scheme] = {}
+        algorithms: dict[str, str] = {}
         for name in shards:
             module, _, leaf = name.rpartition(".")
             if leaf != "weight_scale":
@@ -101,8 +103,9 @@ class ModeloptLayout:
             algorithm = str(layers.get(module, {}).get("quant_algo") if layers else section.get("quant_algo")).upper()
             if algorithm not in _ALGORITHMS:
                 raise UnknownNameError("modelopt quant_algo", algorithm, _ALGORITHMS)
-            found[module] = self._scheme(module, algorithm, shards, kv)
-        self._check_coverage(section, found, shards)
+            found[module], algorithms[module] = self._scheme(module, algorithm, shards, kv), algorithm
+        self._check_excluded(section, found, shards)
+        self._check_even(algorithms, shards)
         return found, kv
 
     @staticmethod
@@ -131,13 +134,16 @@ class ModeloptLayout:
                       activation=_activation_grid(algorithm, weight, f"{module}.input_scale" in shards))
 
     @staticmethod
-    def _check_coverage(section: Mapping[str, Any], found: Mapping[str, Scheme], shards: Shards) -> None:
-        """A low-precision weight without a scale is damage, whatever the exclude list says."""
-        for name in shards:
-            module, _, leaf = name.rpartition(".")
-            if leaf == "weight" and shards[name].dtype in ("F8_E4M3", "I8", "U8") and module not in found:
-                raise CalibError(f"{shards.folder}: {module} has codes but no weight_scale",
-                                 "The checkpoint is damaged.")
+    def _check_even(algorithms: Mapping[str, str], shards: Shards) -> None:
+        """As the tensors that are present decide (see above), one that was lost must not: its like still have it."""
+        for algorithm in ("FP8", "W8A8_SQ_PER_CHANNEL"):
+            check_all_or_none(shards, [module for module, own in algorithms.items() if own == algorithm],
+                              "input_scale")
+        for modules in alike(algorithms):
+            check_all_or_none(shards, modules, "pre_quant_scale")
+
+    @staticmethod
+    def _check_excluded(section: Mapping[str, Any], found: Mapping[str, Scheme], shards: Shards) -> None:
         excluded = section.get("exclude_modules") or []
         wrong = next((module for module in found for pattern in excluded if fnmatch.fnmatch(module, pattern)), None)
         if wrong:

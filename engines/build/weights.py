@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 from calib.scheme import Grid, Scheme
 from engines.errors import EngineError
-from engines.kernels.cpu.disk import FIELDS, Stored, as_bf16, pack
+from engines.kernels.cpu.disk import FIELDS, Stored, as_bf16, check_float, pack
 from engines.program import ActQuant, AddNorm, Embed, HeadNorm, Linear, Program, RMSNorm, RopeKV
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
@@ -172,6 +172,7 @@ def _check_bias(op: Linear, parts: Mapping[str, Mapping[str, torch.Tensor]]) -> 
 
 
 def _checked(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    check_float(name, tensor)
     if not torch.isfinite(tensor.float()).all():
         raise EngineError(f"{name} holds NaN or infinity", "The checkpoint is broken; make it again.")
     if name.endswith("_scale") and not (tensor.float() > 0).all():

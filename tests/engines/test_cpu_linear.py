@@ -155,6 +155,32 @@ def test_broken_weights_are_refused_by_name() -> None:
         pack(BF16, [{"weight": torch.tensor([[1.0, 1.0 + 2.0**-12]])}], ["a.b"])
 
 
+@pytest.mark.parametrize(("scale", "found"), [
+    (torch.zeros(8), "is not positive: 8 of 8 scales"), (torch.tensor([-1.0] + [1.0] * 7), "is not positive: 1 of 8"),
+    (torch.full((8,), 1e30), "holds 1e\\+30: weights on int8 channel would reach"),
+    (torch.ones(8, dtype=torch.int32), "is torch.int32; scales are")])
+def test_scales_that_verify_would_not_pass_are_not_packed(scale: torch.Tensor, found: str) -> None:
+    good = quantize_weight(torch.randn(8, 32), INT8.weight)
+    with pytest.raises(EngineError, match=rf"a\.b\.weight_scale {found}"):
+        pack(INT8.weight, [good | {"weight_scale": scale}], ["a.b"])
+
+
+@pytest.mark.parametrize("wrong", [-1.0, 0.5, 17.0, 1e30])
+def test_zero_points_are_codes(wrong: float) -> None:
+    grid = Grid(dtype="int4", granularity=PerGroup(size=8), symmetric=False)
+    part = quantize_weight(torch.randn(8, 32), grid)
+    zero = part["weight_zero"].float()
+    zero[0, 0] = wrong
+    with pytest.raises(EngineError, match=r"a\.b\.weight_zero holds .*whole numbers from 0 to 16"):
+        pack(grid, [part | {"weight_zero": zero}], ["a.b"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.int32, torch.bool], ids=str)
+def test_codes_are_no_unquantized_weight(dtype: torch.dtype) -> None:
+    with pytest.raises(EngineError, match=rf"a\.b\.weight is {dtype}; unquantized weights are"):
+        pack(BF16, [{"weight": torch.ones(8, 32).to(dtype)}], ["a.b"])
+
+
 def test_every_grid_has_an_operator_and_foreign_ones_say_why() -> None:
     assert [operator.name for operator in choices(INT8.weight, INT8.activation, 96, 64)] == [
         "split", "half", "int_mm", "float"]

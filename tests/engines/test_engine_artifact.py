@@ -84,6 +84,9 @@ def test_a_checkpoint_that_lacks_or_adds_a_tensor_is_named(llama_folder: Path, t
     bad = {"model.layers.2.input_layernorm.weight": torch.full((64,), torch.nan)}
     with pytest.raises(EngineError, match=r"layers\.2\.input_layernorm\.weight holds NaN"):
         build(MemoryCheckpoint.of(llama_folder, INT8, extra=bad), NONE, tmp_path / "d")
+    codes = {"model.norm.weight": torch.ones(64, dtype=torch.int8)}
+    with pytest.raises(EngineError, match=r"model\.norm\.weight is torch\.int8; unquantized weights are"):
+        build(MemoryCheckpoint.of(llama_folder, INT8, extra=codes), NONE, tmp_path / "e")
     assert not [path for path in tmp_path.iterdir() if path.is_dir()]  # nothing half-written
 
 

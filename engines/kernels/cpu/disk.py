@@ -21,11 +21,14 @@ from dataclasses import dataclass
 
 import torch
 
+from calib.grids import too_large
 from calib.scheme import Grid
 from engines.errors import EngineError
 from engines.kernels.cpu.native.grids import group_size
 
 FIELDS = ("codes", "scale", "zero", "g_idx", "bias")
+#: dtypes of scales and of weights that are no codes: any other would be read as numbers that it does not hold.
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 CODE_DTYPE = {"bf16": torch.bfloat16, "fp8_e4m3": torch.float8_e4m3fn, "int8": torch.int8, "int4": torch.uint8}
 
 
@@ -151,8 +154,12 @@ def check_part(grid: Grid, part: Mapping[str, torch.Tensor], name: str) -> None:
     if grid.quantized and "weight_scale" not in part:
         raise EngineError(f"{name} is {grid} but has no weight_scale", "The checkpoint is incomplete; make it again.")
     for key in ("weight_scale", "bias"):
+        if key in part:
+            check_float(f"{name}.{key}", part[key])
         if key in part and not torch.isfinite(part[key].float()).all():
             raise EngineError(f"{name}.{key} holds NaN or infinity", "The checkpoint is broken; calibrate again.")
+    if "weight_scale" in part:
+        _check_weight_scale(grid, f"{name}.weight_scale", part["weight_scale"])
     weight = part["weight"]
     if weight.dtype.is_floating_point and not torch.isfinite(weight.float()).all():
         raise EngineError(f"{name}.weight holds NaN or infinity", "The checkpoint is broken; calibrate again.")
@@ -160,6 +167,23 @@ def check_part(grid: Grid, part: Mapping[str, torch.Tensor], name: str) -> None:
         as_bf16(f"{name}.weight", weight)
     else:
         _check_scales(grid, part, name)
+
+
+def check_float(name: str, tensor: torch.Tensor) -> None:
+    """EngineError for codes where numbers are meant."""
+    if tensor.dtype not in FLOATS:
+        what = "scales" if name.endswith("_scale") else "unquantized weights"
+        raise EngineError(f"{name} is {tensor.dtype}; {what} are {', '.join(map(str, FLOATS))}",
+                          "The checkpoint is broken, or its config.json has lost how it was quantized.")
+
+
+def _check_weight_scale(grid: Grid, name: str, scale: torch.Tensor) -> None:
+    """What ``calib/verify.py`` calls a fault is no engine."""
+    if wrong := int((scale <= 0).sum()):
+        raise EngineError(f"{name} is not positive: {wrong} of {scale.numel()} scales are zero or negative",
+                          "The checkpoint is broken; calibrate again.")
+    if grid.quantized and (found := too_large(grid, scale)):
+        raise EngineError(f"{name} {found}", "The checkpoint is broken; calibrate again.")
 
 
 def scale_shape(grid: Grid, n: int, k: int) -> tuple[int, ...]:
@@ -184,6 +208,14 @@ def _check_scales(grid: Grid, part: Mapping[str, torch.Tensor], name: str) -> No
         if key in part and tuple(part[key].shape) != wanted and not (wanted == () and part[key].numel() == 1):
             raise EngineError(f"{name}.{key} is {list(part[key].shape)}, {grid} wants {list(wanted)}",
                               "The checkpoint is broken; make it again.")
+    if "weight_zero" in part:
+        zero = part["weight_zero"].float()
+        # GPTQ's first version stores zero - 1: its 15 stands for 16.
+        low, high = (0, 16) if grid.dtype == "int4" else (-128, 127)
+        if not ((zero == zero.round()) & (zero >= low) & (zero <= high)).all():
+            raise EngineError(f"{name}.weight_zero holds {float(zero.min()):g} to {float(zero.max()):g}; zero points "
+                              f"on {grid} are whole numbers from {low} to {high}",
+                              "The checkpoint is broken; make it again.")
     if grid.dtype == "int4":
         low, high = (-8, 7) if grid.symmetric else (0, 15)
         if weight.min() < low or weight.max() > high:
@@ -196,6 +228,7 @@ def _check_scales(grid: Grid, part: Mapping[str, torch.Tensor], name: str) -> No
 
 def as_bf16(name: str, weight: torch.Tensor) -> torch.Tensor:
     """An unquantized weight as bf16; EngineError when that would round it."""
+    check_float(name, weight)
     narrow = weight.to(torch.bfloat16)
     lost = 0 if weight.dtype == torch.bfloat16 else int((narrow.to(weight.dtype) != weight).sum())
     if lost:
