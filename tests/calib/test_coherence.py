@@ -53,9 +53,14 @@ def written(folder, layout, scheme, change=lambda tensors: None, modules=MODULES
     return folder
 
 
+def named(value):
+    """An id that is the same in every process: a layout's name, or what a scheme or a leaf says of itself."""
+    return getattr(value, "name", str(value))
+
+
 @pytest.mark.parametrize(("layout", "scheme"), [
     (COMPRESSED, FP8_DYNAMIC), (COMPRESSED, FP8_BLOCK), (COMPRESSED, INT8), (COMPRESSED, INT8_DYNAMIC),
-    (COMPRESSED, INT4), (COMPRESSED, INT4_ASYM), (MODELOPT, FP8_STATIC), (MODELOPT, INT4)], ids=str)
+    (COMPRESSED, INT4), (COMPRESSED, INT4_ASYM), (MODELOPT, FP8_STATIC), (MODELOPT, INT4)], ids=named)
 def test_codes_that_lost_their_scale_are_named(tmp_path, layout, scheme):
     folder = written(tmp_path, layout, scheme, lambda tensors: tensors.pop(f"{LOST}.weight_scale"))
     with pytest.raises(MissingTensorError, match=f"{LOST} has codes but no weight_scale: its weight.* is "):
@@ -64,7 +69,7 @@ def test_codes_that_lost_their_scale_are_named(tmp_path, layout, scheme):
 
 
 @pytest.mark.parametrize(("layout", "scheme", "leaf"), [(AwqLayout(), INT4_ASYM, "qweight"),
-                                                        (GptqLayout(), INT4, "qweight")], ids=str)
+                                                        (GptqLayout(), INT4, "qweight")], ids=named)
 def test_scales_that_lost_their_codes_are_named(tmp_path, layout, scheme, leaf):
     folder = written(tmp_path, layout, scheme, lambda tensors: tensors.pop(f"{LOST}.{leaf}"))
     with pytest.raises(CalibError, match=f"{LOST}.* belongs to a module without codes"):
@@ -77,7 +82,7 @@ def test_lost_words_are_named_as_they_lie(tmp_path):
         QuantizedCheckpoint.open(folder)
 
 
-@pytest.mark.parametrize(("scheme", "leaf"), [(FP8_STATIC, "input_scale"), (INT4_PRE, "pre_quant_scale")], ids=str)
+@pytest.mark.parametrize(("scheme", "leaf"), [(FP8_STATIC, "input_scale"), (INT4_PRE, "pre_quant_scale")], ids=named)
 def test_a_tensor_that_its_like_have_must_not_be_missing(tmp_path, scheme, leaf):
     folder = written(tmp_path, MODELOPT, scheme, lambda tensors: tensors.pop(f"{LOST}.{leaf}"))
     like = len(MODULES) if leaf == "input_scale" else 3
@@ -108,7 +113,7 @@ def test_layers_are_compared_with_their_like():
 
 
 @pytest.mark.parametrize(("layout", "scheme"), [(COMPRESSED, INT8), (COMPRESSED, FP8_DYNAMIC), (MODELOPT, INT4)],
-                         ids=str)
+                         ids=named)
 def test_an_input_scale_that_nothing_reads_is_refused(tmp_path, layout, scheme):
     folder = written(tmp_path, layout, scheme, lambda tensors: tensors.update(
         {f"{LOST}.input_scale": torch.ones(1)}))
