@@ -203,8 +203,7 @@ class Artifact:
         try:
             manifest = parse_manifest(manifest_path.read_bytes(), str(manifest_path))
         except OSError as error:
-            raise ArtifactError(f"{manifest_path} cannot be read: {error.strerror or error}",
-                                "Copy the artifact again, or make it again.") from error
+            raise ArtifactError(f"{manifest_path} cannot be read: {error.strerror or error}", _AGAIN) from error
         if kind is not None and manifest.kind != kind:
             raise ArtifactError(f"{path} is a {manifest.kind}, not a {kind}", f"Give the folder of a {kind}.")
         if format is not None and manifest.format != format:

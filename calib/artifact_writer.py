@@ -34,6 +34,8 @@ from calib.artifact import (
 )
 from calib.errors import ArtifactError
 
+_FULL = "Free disk space or choose another folder; nothing half-written was left."
+
 
 class ArtifactWriter:
     """Context manager: fill ``folder``, set ``record``; leaving without an error publishes the artifact at ``path``.
@@ -106,18 +108,16 @@ class ArtifactWriter:
             if error is None:
                 self.artifact = self._publish()
         except OSError as fault:
-            raise ArtifactError(f"cannot write {self.path}: {fault.strerror or fault}",
-                                "Free disk space or choose another folder; nothing half-written was left.") from fault
+            raise ArtifactError(f"cannot write {self.path}: {fault.strerror or fault}", _FULL) from fault
         finally:
             shutil.rmtree(self.folder, ignore_errors=True)
             self._unlock()
         if isinstance(error, SafetensorError) and "I/O error" in str(error):
-            raise ArtifactError(f"cannot write {self.path}: {str(error).rpartition('I/O error: ')[2]}",
-                                "Free disk space or choose another folder; nothing half-written was left.") from error
+            said = str(error).rpartition("I/O error: ")[2]
+            raise ArtifactError(f"cannot write {self.path}: {said}", _FULL) from error
         if isinstance(error, OSError):
             about = f" ({error.filename})" if error.filename else ""
-            raise ArtifactError(f"cannot write {self.path}: {error.strerror or error}{about}",
-                                "Free disk space or choose another folder; nothing half-written was left.") from error
+            raise ArtifactError(f"cannot write {self.path}: {error.strerror or error}{about}", _FULL) from error
 
     def _publish(self) -> Artifact:
         found = scan_files(self.folder)

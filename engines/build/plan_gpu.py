@@ -53,9 +53,10 @@ def check_gpu(spec: EngineSpec, schemes: Mapping[str, Scheme], kv: Grid, device:
         raise EngineError(f"{what}, which needs compute capability 8.9; {device.name} has "
                           f"{device.capability / 10:.1f}", "Use int8 or int4_awq here.")
     check_batch(spec)
-    if spec.max_num_tokens < decode_sizes(spec.max_batch_size)[-1]:
-        raise EngineError(f"max_num_tokens {spec.max_num_tokens} is less than max_batch_size {spec.max_batch_size}",
-                          "Every sequence of a step needs a token: raise one or lower the other.")
+    if spec.max_num_tokens < (largest := decode_sizes(spec.max_batch_size)[-1]):
+        raise EngineError(f"max_num_tokens {spec.max_num_tokens:,} is less than {largest:,}, the largest decode step "
+                          f"of max_batch_size {spec.max_batch_size:,} (a multiple of 4)",
+                          f"Ask for at least {largest:,} tokens, or lower max_batch_size.")
 
 
 def check_linears(program: Program, device: Device) -> None:

@@ -119,6 +119,7 @@ def test_another_card_refuses_in_one_sentence(llama_folder: Path, tmp_path: Path
     ("cpu", INT8, {"memory": 1}, EngineError, "bytes of KV cache; 0 are left"),
     ("cpu", INT8, {"max_batch_size": 10**11}, EngineError, "64 is less than max_batch_size 100,000,000,000"),
     ("sm_90", INT8, {"max_batch_size": 65}, EngineError, "max_num_tokens 64 is less than max_batch_size 65"),
+    ("sm_90", INT8, {"max_batch_size": 6, "max_num_tokens": 6}, EngineError, "less than 8, the largest decode step of"),
     ("sm_80", FP8, {}, EngineError, "needs compute capability 8.9"),
     ("sm_90", INT8, {"compute_dtype": "fp32"}, EngineError, "no GPU kernels"),
     ("sm_90", INT8, {"max_seq_len": 10**6}, EngineError, "beyond the model's"),
