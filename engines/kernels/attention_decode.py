@@ -35,10 +35,11 @@ import triton.language as tl
 
 from engines.kernels.attention_merge import launch_merge, merge, merge_chunk, store_item
 from engines.kernels.attention_plan import Workspace, load_item
-from engines.kernels.attention_step import attention_step, normalised, query_operand, score_scale
+from engines.kernels.attention_step import normalised, query_operand, score_scale
 from engines.kernels.attention_twin import attend_twin, gather_cache
+from engines.kernels.attention_walk import padded_rows, rows_in_place, walk, walk_options
 from engines.kernels.impl import DeviceFacts, KernelConfig
-from engines.kernels.jit import INTERPRETED, ActQuant, gdc_launch, gdc_wait, launch_options, next_pow2
+from engines.kernels.jit import INTERPRETED, ActQuant, gdc_launch, gdc_wait, next_pow2
 from engines.kernels.quantize import check_act, store_act_twin
 from engines.kernels.read_ahead import ReadAhead, read_ahead
 from engines.kernels.read_ahead import arguments as read_ahead_arguments
@@ -87,7 +88,6 @@ def decode_kernel(q_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, acc_ptr, stats_ptr, 
     gdc_launch(PDL)
     gdc_wait(PDL)
     items, sequence, begin, end, seq_len, split, splits = load_item(plan_ptr, item)
-    begin = begin // TILE * TILE  # so it was cut: now the compiler knows, and 8-bit V travels in runs of keys
     if AHEAD and item >= items:
         read_ahead(next_ptr, next_chunks, after_ptr, after_chunks, (item - items) * num_kv_heads + kv_head,
                    (tl.num_programs(1) - items) * num_kv_heads, THREADS, DELAY, PDL)
@@ -99,49 +99,19 @@ def decode_kernel(q_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, acc_ptr, stats_ptr, 
         token = sequence.to(tl.int64) * QUERY_LEN + row // GQA
         q = tl.load(q_ptr + ((token * num_kv_heads + kv_head) * GQA + row % GQA)[:, None] * HEAD_DIM + dims[None, :],
                     mask=(row < LIVE)[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
-        q = query_operand(q, k_ptr, EXACT)
+        q = rows_in_place(query_operand(q, k_ptr, EXACT), k_ptr)
         scale = score_scale(sm_scale, k_ptr, k_scale_ptr, SOFTCAP)
         last_key = seq_len - QUERY_LEN + row // GQA
         table = table_ptr + sequence.to(tl.int64) * table_stride
         m = tl.full((ROWS,), float("-inf"), tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
-        acc = tl.zeros((ROWS, BLOCK_D), tl.float32)
-        if TAIL:
-            whole = begin + tl.maximum(end - begin - 1, 0) // TILE * TILE
-        else:
-            whole = end
-        for start in tl.range(begin, whole, TILE):
-            m, total, acc = attention_step(q, m, total, acc, start, end, last_key, table, k_ptr, v_ptr, kv_head,
-                                           num_kv_heads, 0, dims, scale, HEAD_DIM, BLOCK_SIZE, TILE, not TAIL,
-                                           QUERY_LEN > 1, WINDOW, SOFTCAP, EXACT)
-        if TAIL:
-            m, total, acc = attention_step(q, m, total, acc, whole, end, last_key, table, k_ptr, v_ptr, kv_head,
-                                           num_kv_heads, 0, dims, scale, HEAD_DIM, BLOCK_SIZE, TILE, True,
-                                           QUERY_LEN > 1, WINDOW, SOFTCAP, EXACT)
+        acc = rows_in_place(tl.zeros((ROWS, BLOCK_D), tl.float32), k_ptr)
+        m, total, acc = walk(q, m, total, acc, begin, end, last_key, table, k_ptr, v_ptr, kv_head, num_kv_heads, dims,
+                             scale, HEAD_DIM, BLOCK_SIZE, TILE, QUERY_LEN > 1, WINDOW, SOFTCAP, TAIL, EXACT)
+        acc = rows_in_place(acc, k_ptr)
         finish_item(m, total, acc, item, split, splits, sequence, kv_head, row, dims, acc_ptr, stats_ptr, counter_ptr,
                     v_scale_ptr, out_ptr, scales_ptr, input_scale_ptr, pre_quant_ptr, out_stride, num_groups,
                     num_kv_heads, QUERY_LEN, GQA, HEAD_DIM, LIVE2, MERGE, CHUNK, QUANT, GROUP)
-
-
-_Tiles = list[tuple[int, int, int, int]]
-_CODES: _Tiles = [(64, 4, 2, 128), (128, 8, 2, 128), (128, 4, 3, 0)]
-
-
-def _tiles(batch: int, deterministic: bool, kv_bytes: int) -> _Tiles:
-    """(TILE, warps, stages, REGISTERS), best guesses first. The last is for the kernel without RoPE alone: with it, the
-    tile outside the loop would spill."""
-    if kv_bytes == 1:
-        if deterministic:
-            return [(128, 8, 2, 128), (64, 4, 2, 128), (32, 4, 3, 128)]
-        return ([(128, 8, 2, 0), (256, 8, 2, 0)] if batch <= 4 else _CODES if batch <= 64 else
-                [(32, 4, 3, 128), *_CODES])
-    if deterministic:
-        return [(128, 4, 3, 0), (64, 4, 3, 0), (32, 4, 2, 0)]
-    if batch <= 4:  # latency: wide tiles, so that a short context is one
-        return [(256, 8, 2, 0), (128, 8, 2, 0)]
-    if batch <= 16:
-        return [(128, 4, 3, 0), (64, 4, 3, 0)]
-    return [(64, 4, 3, 0), (128, 4, 3, 0)] if batch <= 64 else [(32, 4, 2, 0), (64, 4, 3, 0), (128, 4, 3, 0)]
 
 
 _Space = tuple[list[tuple[int, int, int]], tuple[int, ...], tuple[int, ...]]
@@ -149,14 +119,12 @@ _Space = tuple[list[tuple[int, int, int]], tuple[int, ...], tuple[int, ...]]
 
 def _space(batch: int, sms: int, deterministic: bool) -> _Space:
     """(SPLIT, TARGET, MIN_SPLIT), MERGE and FUSED to combine, best guesses first."""
-    one, wide, many = (0, sms, 128), (0, 2 * sms, 128), (0, 4 * sms, 64)
+    full, most = (0, 4 * sms, 64), (0, 3 * sms, 128)
     if deterministic:
         return [(512, 0, 0), (256, 0, 0)], (1,), (0,)
-    if batch <= 4:  # a long context is a single wave of programs
-        return [one, wide], (0, 1), (1,)
-    if batch <= 16:
-        return [wide, many], (1,), (1, 0)
-    return [many, wide], (1,), (0, 1) if batch <= 64 else (0,)  # many small programs
+    if batch <= 4:  # a long context is many items then: one program would be long in adding them up
+        return [full, most], (0, 1), (1,)
+    return [full, most], (1,), (1, 0) if batch <= 16 else (0, 1) if batch <= 64 else (0,)
 
 
 def candidates(head_dim: int, block_size: int, kv_bytes: int, device: DeviceFacts, *,
@@ -165,31 +133,21 @@ def candidates(head_dim: int, block_size: int, kv_bytes: int, device: DeviceFact
     element. Deterministic engines get one list for every batch, as a tile is part of a row's arithmetic.
 
     ``FUSED`` 1 means the kernel that rotates and stores its own token (``attention_rope``): it wins by latency at few
-    sequences, and loses at many, where its first tile outside the pipelined loop and its registers cost more than a
-    RoPE kernel of its own (128 sequences, an H200: 20 us a layer). ``TAIL`` 1: a context's last tile has code of its
-    own, and the loop over whole tiles is a quarter shorter; 8-bit caches always have it, ``attention_rope`` as well.
+    sequences, and loses at many. ``TAIL`` 1: a context's last tile has code of its own, and the loop over whole tiles
+    is shorter; it has to wait for memory once more, though. 8-bit caches always have it.
     """
     if block_size != next_pow2(block_size):
         raise ValueError(f"block_size must be a power of two, found {block_size}")
     rules, merges, fused = _space(batch, max(1, device.num_sms), deterministic)
-    if head_dim > 128 and fused == (1,):  # it spills there
-        fused = (0, 1)
-
-    def fitting(offered: _Tiles) -> _Tiles:
-        """Tiles that shared memory holds."""
-        return [one for one in offered if max(1, one[2] - 1) * one[0] * 2 * next_pow2(head_dim) * kv_bytes
-                <= device.shared_bytes * 3 // 4]
-
-    def tails(fused: int) -> tuple[int, ...]:
-        return (1,) if fused or kv_bytes == 1 else (0, 1) if batch <= 64 and not deterministic else (0,)
-
+    tiles = [(32, 4, 1), (64, 3, 1)] if kv_bytes == 1 else [(16, 5, 0), (32, 3, 0), (16, 5, 1)]
+    if deterministic:
+        tiles = tiles[:2]
+    held = 2 * next_pow2(head_dim) * kv_bytes  # bytes a key in shared memory
+    fitting = [one for one in tiles if max(1, one[1] - 1) * one[0] * held <= device.shared_bytes * 3 // 4]
     found = [KernelConfig.of("split", TILE=tile, SPLIT=split, TARGET=target, MIN_SPLIT=least, MERGE=merge, FUSED=one,
-                             TAIL=tail, REGISTERS=0 if one or head_dim > 128 else registers, num_warps=warps,
-                             num_stages=stages, pdl=device.capability >= 90)
-             for tile, warps, stages, registers in (fitting(_tiles(batch, deterministic, kv_bytes))
-                                                    or fitting([(64, 4, 2, 0)]) or [(32, 4, 2, 0)])
-             for split, target, least in rules for merge in merges for one in fused for tail in tails(one)
-             if split % tile == 0]
+                             TAIL=tail, num_warps=1, num_stages=stages, pdl=device.capability >= 90)
+             for tile, stages, tail in fitting or [(16, 2, 1)]
+             for split, target, least in rules for merge in merges for one in fused]
     return list(dict.fromkeys(found))
 
 
@@ -234,8 +192,10 @@ def launch(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_
     check_act(out, q.shape[0], num_heads * head_dim, quant, group, input_scale, scales)
     if not work.batch:
         return out
-    gqa, block_d, options = num_heads // num_kv_heads, next_pow2(head_dim), launch_options(config)
+    gqa, block_d = num_heads // num_kv_heads, next_pow2(head_dim)
     live = work.query_len * gqa
+    rows = padded_rows(live, k_cache)
+    options = walk_options(config, rows, block_d)
     num_groups = num_heads * head_dim // group if group else 0
     common = {"QUERY_LEN": work.query_len, "GQA": gqa, "HEAD_DIM": head_dim, "BLOCK_D": block_d, "QUANT": int(quant),
               "GROUP": group}
@@ -243,10 +203,9 @@ def launch(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_
     decode_kernel[(num_kv_heads, work.capacity)](
         q, k_cache, v_cache, block_table, work.plan, work.acc, work.stats, work.counters, k_scale, v_scale, out, scales,
         input_scale, pre_quant_scale, *following, sm_scale, block_table.stride(0), out.stride(0), num_groups,
-        num_kv_heads, **how, ROWS=max(16, next_pow2(live)),
-        LIVE2=next_pow2(live), BLOCK_SIZE=block_size, TILE=config["TILE"], WINDOW=work.window, SOFTCAP=softcap,
-        MERGE=config["MERGE"], EXACT=INTERPRETED, CHUNK=merge_chunk(live, block_d),
-        TAIL=bool(k_scale is not None or config.get("TAIL")), **common, **options)
+        num_kv_heads, **how, ROWS=rows, LIVE2=next_pow2(live), BLOCK_SIZE=block_size, TILE=config["TILE"], WINDOW=work.window, SOFTCAP=softcap,
+        MERGE=config["MERGE"], EXACT=INTERPRETED, TAIL=bool(k_scale is not None or config.get("TAIL")),
+        CHUNK=merge_chunk(live, block_d, options["num_warps"]), **common, **options)
     if not config["MERGE"]:
         launch_merge(work, num_kv_heads, live, v_scale, out, scales, input_scale, pre_quant_scale, num_groups, common,
                      options)

@@ -98,6 +98,6 @@ def launch_merge(work: Workspace, num_kv_heads: int, live: int, v_scale: torch.T
                                                                                        "num_warps": 1}))
 
 
-def merge_chunk(live: int, block_d: int) -> int:
-    """How many partials the last program of a sequence asks for at once."""
-    return max(1, min(16, 8192 // (next_pow2(live) * block_d)))
+def merge_chunk(live: int, block_d: int, num_warps: int) -> int:
+    """How many partials the last program of a sequence asks for at once: 64 registers a thread."""
+    return max(1, min(16, 2048 * num_warps // (next_pow2(live) * block_d)))

@@ -8,9 +8,10 @@ import torch
 from engines.kernels import attention_decode, attention_plan, quantize
 from engines.kernels.attention_decode import candidates
 from engines.kernels.attention_plan import item_capacity
+from engines.kernels.attention_walk import padded_rows, walk_options
 from engines.kernels.impl import DeviceFacts, KernelConfig
 from engines.kernels.jit import ActQuant
-from tests.kernels.attention_cases import BALANCED, FIXED, SEPARATE, WIDE, problem
+from tests.kernels.attention_cases import BALANCED, FIXED, SEPARATE, TAILED, WIDE, problem
 
 
 def run_both(lens, heads, kv_heads, head_dim, block, dtype, device, config, *, query_len=1, window=0,
@@ -45,8 +46,8 @@ def run_both(lens, heads, kv_heads, head_dim, block, dtype, device, config, *, q
     return results[0], results[1], work
 
 
-@pytest.mark.parametrize("config", [BALANCED, SEPARATE, WIDE, FIXED],
-                         ids=["balanced", "separate", "wide", "fixed"])
+@pytest.mark.parametrize("config", [BALANCED, SEPARATE, WIDE, TAILED, FIXED],
+                         ids=["balanced", "separate", "wide", "tailed", "fixed"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int8])
 def test_mixed_lengths(device, judge, config, dtype):
     found, wanted, work = run_both([1, 0, 90, 17], 8, 2, 64, 16, dtype, device, config, repeat=True)
@@ -56,12 +57,28 @@ def test_mixed_lengths(device, judge, config, dtype):
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "block"), [
-    (1, 1, 64, 16), (3, 1, 96, 16), (10, 2, 128, 32), (8, 1,
-                                                                                                              256, 16),
-                                                           (17, 1, 64, 64), (9, 3, 80, 16)])
-def test_shapes(device, judge, heads, kv_heads, head_dim, block):
-    found, wanted, _ = run_both([5, 70], heads, kv_heads, head_dim, block, torch.bfloat16, device, BALANCED)
+    (1, 1, 64, 16), (3, 1, 96, 16), (10, 2, 128, 32), (8, 1, 256, 16), (17, 1, 64, 64), (9, 3, 80, 16)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+def test_shapes(device, judge, heads, kv_heads, head_dim, block, dtype):
+    """8-bit caches walk by whole blocks, or parts of one (64 keys here, tiles of 16), and pad rows to 8."""
+    found, wanted, _ = run_both([5, 70], heads, kv_heads, head_dim, block, dtype, device, BALANCED)
     judge(found, wanted, 3e-2, 5e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+def test_drafted_tokens_of_a_wide_group(device, judge, dtype):
+    found, wanted, _ = run_both([60, 7], 10, 2, 64, 16, dtype, device, TAILED, query_len=5)
+    judge(found, wanted, 3e-2, 5e-3)
+
+
+def test_wide_rows_take_more_warps():
+    """A warp holds 16 x 128 sums in registers: five drafted tokens of four heads are 32 rows."""
+    config = candidates(128, 16, 2, DeviceFacts("H200", 90, 132, 227 << 10, 50 << 20))[0]
+    cache = torch.empty(1, dtype=torch.bfloat16)
+    assert walk_options(config, padded_rows(4, cache), 128)["num_warps"] == 1
+    assert walk_options(config, padded_rows(20, cache), 128)["num_warps"] == 2
+    assert walk_options(config, padded_rows(4, cache), 256)["num_warps"] == 2
+    assert walk_options(config, padded_rows(4, torch.empty(1, dtype=torch.int8)), 256)["num_warps"] == 1
 
 
 @pytest.mark.parametrize("config", [BALANCED, FIXED], ids=["balanced", "fixed"])
@@ -132,9 +149,10 @@ def test_every_device_has_a_tile_for_every_head(device_kb, kv_bytes):
                     assert tile * kv_bytes <= kib << 10
 
 
-def test_few_long_contexts_are_one_wave_of_programs():
+def test_one_long_context_fills_the_chip():
+    """One warp a program: four of them a multiprocessor."""
     config = candidates(128, 16, 2, DeviceFacts("H200", 90, 132, 227 << 10, 50 << 20), batch=1)[0]
-    assert item_capacity(1, 131072, 8, config) * 8 <= 132 + 8
+    assert 4 * 132 - 8 <= item_capacity(1, 131072, 8, config) * 8 <= 4 * 132 + 8
 
 
 def test_misfits_are_errors(device):

@@ -32,27 +32,37 @@ def job(kernel, capability, constexprs, *, num_warps=4, num_stages=1, registers=
 HEAD = {"GQA": 4, "HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_SIZE": 16, "TILE": 64, "WINDOW": 0, "SOFTCAP": 0.0,
         "QUANT": 0,
         "EXACT": False, "pre_quant_ptr": None, "input_scale_ptr": None}
-AHEAD = {"AHEAD": 1, "THREADS": 128, "DELAY": 500}
-DECODE = HEAD | AHEAD | {"TAIL": False, "QUERY_LEN": 1, "ROWS": 16, "LIVE2": 4, "MERGE": 1, "CHUNK": 16, "GROUP": 0,
-                         "scales_ptr": None}
+AHEAD = {"AHEAD": 1, "THREADS": 32, "DELAY": 500}
+DECODE = HEAD | AHEAD | {"TAIL": False, "QUERY_LEN": 1, "ROWS": 16, "LIVE2": 4, "MERGE": 1, "CHUNK": 4, "GROUP": 0,
+                         "scales_ptr": None, "TILE": 32}
+CODES = {"TAIL": True, "ROWS": 8}
 UNSCALED = {"k_scale_ptr": None, "v_scale_ptr": None}
 NO_ROWS = {"k_desc": None, "v_desc": None}
 ROW = {"pre_quant_ptr": None, "rows_ptr": None, "BLOCK": 4096, "FENCE": True}
-ROPE = {name: value for name, value in DECODE.items() if name != "TAIL"} | {"EARLY": True}
+ROPE = DECODE | {"EARLY": True}
+LONE = {"num_warps": 1, "out_ptr": "*bf16"}
+FP8 = {"k_ptr": "*fp8e4nv", "v_ptr": "*fp8e4nv"}
 JOBS = {
-    "decode bf16": job(attention_decode.decode_kernel, 90, DECODE | UNSCALED, num_stages=3, k_ptr="*bf16",
-                       v_ptr="*bf16",
-                       out_ptr="*bf16"),
-    "decode bf16 sm_80": job(attention_decode.decode_kernel, 80, DECODE | UNSCALED | {"AHEAD": 0}, num_stages=3,
-                             k_ptr="*bf16", v_ptr="*bf16", out_ptr="*bf16"),
-    "decode fp8": job(attention_decode.decode_kernel, 90, DECODE | {"TAIL": True}, num_stages=2, registers=128,
-                      k_ptr="*fp8e4nv", v_ptr="*fp8e4nv", out_ptr="*bf16"),
-    "rope decode bf16": job(attention_rope.rope_decode_kernel, 90, ROPE | UNSCALED | {"TILE": 128}, num_stages=3,
-                            k_ptr="*bf16", v_ptr="*bf16", out_ptr="*bf16"),
-    "rope decode bf16, one wide tile": job(attention_rope.rope_decode_kernel, 90, ROPE | UNSCALED | {"TILE": 256},
-                                           num_warps=8, num_stages=2, k_ptr="*bf16", v_ptr="*bf16", out_ptr="*bf16"),
-    "rope decode fp8": job(attention_rope.rope_decode_kernel, 90, ROPE | {"TILE": 128}, num_warps=8,
-                           num_stages=2, k_ptr="*fp8e4nv", v_ptr="*fp8e4nv", out_ptr="*bf16"),
+    "decode bf16": job(attention_decode.decode_kernel, 90, DECODE | UNSCALED, **LONE, num_stages=3, k_ptr="*bf16",
+                       v_ptr="*bf16"),
+    "decode bf16, one block": job(attention_decode.decode_kernel, 90, DECODE | UNSCALED | {"TILE": 16}, **LONE,
+                                  num_stages=5, k_ptr="*bf16", v_ptr="*bf16"),
+    "decode bf16, last tile apart": job(attention_decode.decode_kernel, 90, DECODE | UNSCALED | {
+        "TAIL": True, "TILE": 16}, **LONE, num_stages=5, k_ptr="*bf16", v_ptr="*bf16"),
+    "decode bf16 sm_80": job(attention_decode.decode_kernel, 80, DECODE | UNSCALED | {"AHEAD": 0}, **LONE,
+                             num_stages=3, k_ptr="*bf16", v_ptr="*bf16"),
+    "decode fp8": job(attention_decode.decode_kernel, 90, DECODE | CODES, **LONE, num_stages=4, **FP8),
+    "decode fp8, wide tile": job(attention_decode.decode_kernel, 90, DECODE | CODES | {"TILE": 64}, **LONE,
+                                 num_stages=3, **FP8),
+    "decode int8": job(attention_decode.decode_kernel, 90, DECODE | CODES, **LONE, num_stages=4, k_ptr="*i8",
+                       v_ptr="*i8"),
+    "decode fp8, drafted": job(attention_decode.decode_kernel, 90, DECODE | CODES | {"QUERY_LEN": 5, "ROWS": 32,
+                               "LIVE2": 32, "CHUNK": 1}, out_ptr="*bf16", num_warps=2, num_stages=4, **FP8),
+    "rope decode bf16": job(attention_rope.rope_decode_kernel, 90, ROPE | UNSCALED, **LONE, num_stages=3,
+                            k_ptr="*bf16", v_ptr="*bf16"),
+    "rope decode fp8": job(attention_rope.rope_decode_kernel, 90, ROPE | CODES, **LONE, num_stages=4, **FP8),
+    "rope decode fp8, wide tile": job(attention_rope.rope_decode_kernel, 90, ROPE | CODES | {"TILE": 64}, **LONE,
+                                      num_stages=3, **FP8),
     "prefill bf16": job(attention_prefill.prefill_kernel, 90, HEAD | UNSCALED | NO_ROWS | {"ROWS": 128}, num_warps=8,
                         num_stages=3, k_ptr="*bf16", v_ptr="*bf16", out_ptr="*bf16"),
     "prefill rows": job(attention_prefill.prefill_kernel, 90, HEAD | UNSCALED | {

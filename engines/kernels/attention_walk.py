@@ -1,0 +1,185 @@
+"""How one program of decode attention walks over its keys: the cache's blocks in tiles, through the online softmax.
+
+**One warp a program.** The rows of a tile are the few q heads of one kv head, so with several warps each tile would
+cost a dozen barriers: maxima, sums and probabilities all travel between warps. Alone, a warp meets nobody, and a
+multiprocessor holds enough such programs to keep the memory busy (an H200, 16 sequences of 32768 tokens, 8-bit cache:
+248 us a layer, 361 with four warps; one of 1024: 3.6 us, 8.1).
+
+**Block numbers travel ahead.** The numbers of the next tile's blocks are read while this tile is worked on and carried
+into the next turn. Read where they are used, they would be a second level of indirection: Triton's pipeliner would
+spend its stages on them, and each tile would wait for its numbers first.
+
+**8-bit caches, keys first.** V lies with a block's keys adjacent (``rope_kv``), K with a key's elements adjacent: both
+are then the left operand of a product with few columns, S^T = K Q^T and O^T = V^T P^T, [keys, rows] and [head_dim,
+rows]. Rows are padded to 8 that way, to 16 the other way. Each block is fetched as the run of bytes that it is: one
+instruction takes 512 bytes of one block. (Tiles of [head_dim, keys] take 16 bytes a block and row: 32-byte pieces at
+256 keys, and 577 us where whole blocks take 250.) 16-bit caches have V as K, and rows first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from engines.kernels.attention_step import attend
+from engines.kernels.impl import KernelConfig
+from engines.kernels.jit import launch_options, next_pow2
+
+_SUMS_A_WARP = 16 * 128
+
+
+def padded_rows(live: int, cache: torch.Tensor) -> int:
+    """Rows of a program's tile for ``live`` real ones: the matrix unit's least, or the next power of two."""
+    return max(8 if cache.element_size() == 1 else 16, next_pow2(live))
+
+
+def walk_options(config: KernelConfig, rows: int, block_d: int) -> dict[str, Any]:
+    """``launch_options`` with the warps that ``rows`` x ``block_d`` float32 sums need: a warp holds 16 x 128 of them in
+    registers, and drafted tokens or wide heads make more."""
+    return launch_options(config) | {"num_warps": config.num_warps * max(1, rows * block_d // _SUMS_A_WARP)}
+
+
+@triton.jit
+def rows_in_place(x, k_ptr) -> tl.tensor:
+    """[R, D] as ``walk`` over this cache takes it, and back: turned for 8-bit caches."""
+    if k_ptr.dtype.element_ty.primitive_bitwidth == 8:
+        x = tl.trans(x)
+    return x
+
+
+@triton.jit
+def block_numbers(table, start, end, EACH: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr) -> tl.tensor:
+    """The cache blocks of keys start, start + EACH ... [TILE // EACH]; 0 from ``end`` on."""
+    key = start + tl.arange(0, TILE // EACH) * EACH
+    return tl.load(table + key // BLOCK_SIZE, mask=key < end, other=0)
+
+
+@triton.jit
+def _whole_blocks(blocks, start, end, k_ptr, v_ptr, kv_head, num_kv_heads, dims, HEAD_DIM: tl.constexpr,
+                  BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, PARTIAL: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """(k [TILE, D], v [D, TILE]) of an 8-bit cache. PARTIAL: zeros beyond ``end``, but up to RUN codes of v, which are
+    what the block holds (masked one by one they would travel one by one)."""
+    EACH: tl.constexpr = min(BLOCK_SIZE, TILE)
+    RUN: tl.constexpr = min(EACH, 16)
+    run = ((blocks.to(tl.int64) * num_kv_heads + kv_head) * (BLOCK_SIZE * HEAD_DIM))[:, None, None]
+    inner = tl.arange(0, EACH)
+    if BLOCK_SIZE > TILE:
+        inner += start % BLOCK_SIZE
+    k_at = k_ptr + run + (inner * HEAD_DIM)[None, :, None] + dims[None, None, :]
+    v_at = v_ptr + run + (dims * BLOCK_SIZE)[None, :, None] + inner[None, None, :]
+    real = dims < HEAD_DIM
+    PADDED: tl.constexpr = dims.shape[0] != HEAD_DIM
+    if PARTIAL:
+        key = start + (tl.arange(0, TILE // EACH) * EACH)[:, None] + tl.arange(0, EACH)[None, :]
+        inside = (key < end)[:, :, None]
+        near = (key // RUN * RUN < end)[:, None, :]
+        k = tl.load(k_at, mask=inside & real[None, None, :] if PADDED else inside, other=0.0)
+        v = tl.load(v_at, mask=near & real[None, :, None] if PADDED else near, other=0.0)
+    elif PADDED:
+        k = tl.load(k_at, mask=real[None, None, :], other=0.0)
+        v = tl.load(v_at, mask=real[None, :, None], other=0.0)
+    else:
+        k = tl.load(k_at)
+        v = tl.load(v_at)
+    return tl.reshape(k, (TILE, dims.shape[0])), tl.reshape(tl.permute(v, (1, 0, 2)), (dims.shape[0], TILE))
+
+
+@triton.jit
+def _key_by_key(blocks, start, end, k_ptr, v_ptr, kv_head, num_kv_heads, dims, HEAD_DIM: tl.constexpr,
+                BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, PARTIAL: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """(k [D, TILE], v [TILE, D]) of a 16-bit cache; zeros beyond ``end`` where the tile may be PARTIAL. ``blocks``: a
+    number a key, or one where the tile lies in one block (all addresses are then that number and constants)."""
+    key = start + tl.arange(0, TILE)
+    run = (blocks.to(tl.int64) * num_kv_heads + kv_head) * (BLOCK_SIZE * HEAD_DIM)
+    if BLOCK_SIZE == TILE:
+        inner = tl.arange(0, TILE) * HEAD_DIM
+    else:
+        inner = key % BLOCK_SIZE * HEAD_DIM
+    k_at = k_ptr + run[None, :] + (inner[None, :] + dims[:, None])
+    v_at = v_ptr + run[:, None] + (inner[:, None] + dims[None, :])
+    inside = key < end
+    real = dims < HEAD_DIM
+    PADDED: tl.constexpr = dims.shape[0] != HEAD_DIM
+    if PARTIAL and PADDED:
+        k = tl.load(k_at, mask=inside[None, :] & real[:, None], other=0.0)
+        v = tl.load(v_at, mask=inside[:, None] & real[None, :], other=0.0)
+    elif PARTIAL:
+        k = tl.load(k_at, mask=inside[None, :], other=0.0)
+        v = tl.load(v_at, mask=inside[:, None], other=0.0)
+    elif PADDED:
+        k = tl.load(k_at, mask=real[:, None], other=0.0)
+        v = tl.load(v_at, mask=real[None, :], other=0.0)
+    else:
+        k = tl.load(k_at)
+        v = tl.load(v_at)
+    return k, v
+
+
+@triton.jit
+def _step(q, m, total, acc, blocks, start, end, last_key, k_ptr, v_ptr, kv_head, num_kv_heads, dims, scale,
+          HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, PARTIAL: tl.constexpr,
+          CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr
+          ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """One tile: its load, then ``attend``."""
+    KEYS_FIRST: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth == 8
+    if KEYS_FIRST:
+        k, v = _whole_blocks(blocks, start, end, k_ptr, v_ptr, kv_head, num_kv_heads, dims, HEAD_DIM, BLOCK_SIZE, TILE,
+                             PARTIAL)
+    else:
+        k, v = _key_by_key(blocks, start, end, k_ptr, v_ptr, kv_head, num_kv_heads, dims, HEAD_DIM, BLOCK_SIZE, TILE,
+                           PARTIAL)
+    key = start + tl.arange(0, TILE)
+    return attend(q, m, total, acc, key, key < end, k, v, last_key, scale, PARTIAL or CAUSAL or WINDOW > 0,
+                  PARTIAL and KEYS_FIRST, CAUSAL, WINDOW, SOFTCAP, KEYS_FIRST, EXACT)
+
+
+@triton.jit
+def walk(q, m, total, acc, begin, end, last_key, table, k_ptr, v_ptr, kv_head, num_kv_heads, dims, scale,
+         HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, CAUSAL: tl.constexpr,
+         WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, TAIL: tl.constexpr, EXACT: tl.constexpr
+         ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Keys begin .. end of a context through the softmax; ``begin`` is a multiple of TILE. Returns (m, total, acc).
+
+    ``q`` and ``acc`` [R, D] lie as ``rows_in_place`` puts them. TAIL: the last tile has code of its own, and
+    the loop over the whole ones goes without masks.
+    """
+    CODES: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth == 8
+    EACH: tl.constexpr = min(BLOCK_SIZE, TILE) if CODES or BLOCK_SIZE >= TILE else 1
+    begin = begin // TILE * TILE  # so it was cut: now the compiler knows, and codes travel in runs
+    if TAIL:
+        whole = begin + tl.maximum(end - begin - 1, 0) // TILE * TILE
+    else:
+        whole = end
+    blocks = block_numbers(table, begin, end, EACH, BLOCK_SIZE, TILE)
+    for start in tl.range(begin, whole, TILE):
+        here = blocks
+        blocks = block_numbers(table, start + TILE, end, EACH, BLOCK_SIZE, TILE)
+        m, total, acc = _step(q, m, total, acc, here, start, end, last_key, k_ptr, v_ptr, kv_head, num_kv_heads, dims,
+                              scale, HEAD_DIM, BLOCK_SIZE, TILE, not TAIL, CAUSAL, WINDOW, SOFTCAP, EXACT)
+    if TAIL:
+        m, total, acc = _step(q, m, total, acc, blocks, whole, end, last_key, k_ptr, v_ptr, kv_head, num_kv_heads,
+                              dims, scale, HEAD_DIM, BLOCK_SIZE, TILE, True, CAUSAL, WINDOW, SOFTCAP, EXACT)
+    return m, total, acc
+
+
+@triton.jit
+def _ask(pointers, wanted, BYTES: tl.constexpr) -> None:
+    tl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $3; mov.b32 $0, 0; }",
+        "=r,l,r,n", [pointers, wanted.to(tl.int32), BYTES], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
+def ask_for_blocks(begin, end, table, k_ptr, v_ptr, kv_head, num_kv_heads, HEAD_DIM: tl.constexpr,
+                   BLOCK_SIZE: tl.constexpr) -> None:
+    """Bring keys and values of up to 32 blocks from ``begin`` on into L2: no register holds them, nothing waits."""
+    BYTES: tl.constexpr = BLOCK_SIZE * HEAD_DIM * k_ptr.dtype.element_ty.primitive_bitwidth // 8
+    key = begin // BLOCK_SIZE * BLOCK_SIZE + tl.arange(0, 32) * BLOCK_SIZE
+    wanted = key < end
+    block = tl.load(table + key // BLOCK_SIZE, mask=wanted, other=0).to(tl.int64)
+    run = (block * num_kv_heads + kv_head) * BYTES
+    _ask(k_ptr.to(tl.int64) + run, wanted, BYTES)
+    _ask(v_ptr.to(tl.int64) + run, wanted, BYTES)
