@@ -11,13 +11,8 @@ K and V are read once for all of them.
 (kv heads x item capacity); programs beyond the plan's item count bring the next weights into L2 (``read_ahead``)
 and return.
 
-**Partials.** The online softmax of an item (base 2: scores carry log2(e)) leaves, per row, m = running maximum,
-l = sum of 2^(s - m) and acc = sum of 2^(s - m) v. A sequence of one item writes acc / l straight to the output: short
-contexts pay for nothing else. Otherwise partials go to a float32 workspace and are added *in item order*, either by the
-program that arrives last (``MERGE`` 1: a counter per (sequence, kv head), reset by that program) or by a second kernel
-(``MERGE`` 0, one program a row): the same sums in the same order.
-
-    acc    float32 [capacity, num_kv_heads, query_len * group, head_dim], stats float32 [.., 2] = (m, l)
+**Partials.** The online softmax is in base 2 (scores carry log2(e)). A sequence of one item writes acc / l straight to
+the output: short contexts pay for nothing else. Otherwise its items' sums meet in ``attention_merge``.
 
 **8-bit KV** is converted to fp16 in registers (exact); k_scale multiplies the scores, v_scale the output. V lies with a
 block's keys adjacent, as the matrix unit wants them. **Output** may leave quantized: fp8 with a static scale, or groups
@@ -33,43 +28,26 @@ import torch
 import triton
 import triton.language as tl
 
-from engines.kernels.attention_merge import launch_merge, merge, merge_chunk, store_item
+from engines.kernels.attention_merge import finish_item, merge_chunk
 from engines.kernels.attention_plan import Workspace, load_item
-from engines.kernels.attention_step import normalised, query_operand, score_scale
+from engines.kernels.attention_step import query_operand, score_scale
 from engines.kernels.attention_twin import attend_twin, gather_cache
-from engines.kernels.attention_walk import padded_rows, rows_in_place, walk, walk_options
+from engines.kernels.attention_walk import (
+    attend_tile,
+    block_numbers,
+    last_tile,
+    load_tile_of,
+    padded_rows,
+    rows_in_place,
+    walk,
+    walk_options,
+)
 from engines.kernels.impl import DeviceFacts, KernelConfig
 from engines.kernels.jit import INTERPRETED, ActQuant, gdc_launch, gdc_wait, next_pow2
 from engines.kernels.quantize import check_act, store_act_twin
 from engines.kernels.read_ahead import ReadAhead, read_ahead
 from engines.kernels.read_ahead import arguments as read_ahead_arguments
 from engines.kernels.rope_kv import check_cache
-
-
-@triton.jit
-def finish_item(m, total, acc, item, split, splits, sequence, kv_head, row, dims, acc_ptr, stats_ptr, counter_ptr,
-                v_scale_ptr, out_ptr, scales_ptr, input_scale_ptr, pre_quant_ptr, out_stride, num_groups, num_kv_heads,
-                QUERY_LEN: tl.constexpr, GQA: tl.constexpr, HEAD_DIM: tl.constexpr, LIVE2: tl.constexpr,
-                MERGE: tl.constexpr, CHUNK: tl.constexpr, QUANT: tl.constexpr, GROUP: tl.constexpr) -> None:
-    """An item's sums (m, total, acc) [R ...]: its sequence's only ones are stored, others left as partials."""
-    LIVE: tl.constexpr = QUERY_LEN * GQA
-    if splits == 1:
-        store_item(normalised(acc, total, v_scale_ptr), sequence, kv_head, row, dims, out_ptr, scales_ptr,
-                   input_scale_ptr, pre_quant_ptr, out_stride, num_groups, QUERY_LEN, GQA, HEAD_DIM, QUANT, GROUP)
-    else:
-        slot = (item.to(tl.int64) * num_kv_heads + kv_head) * LIVE + row
-        tl.store(acc_ptr + slot[:, None] * HEAD_DIM + dims[None, :], acc,
-                 mask=(row < LIVE)[:, None] & (dims < HEAD_DIM)[None, :])
-        tl.store(stats_ptr + slot * 2, m, mask=row < LIVE)
-        tl.store(stats_ptr + slot * 2 + 1, total, mask=row < LIVE)
-        if MERGE == 1:
-            counter = counter_ptr + sequence * num_kv_heads + kv_head
-            tl.debug_barrier()
-            if tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1:
-                tl.store(counter, 0)
-                merge(item - split, splits, sequence, kv_head, tl.arange(0, LIVE2), dims, acc_ptr, stats_ptr,
-                      v_scale_ptr, out_ptr, scales_ptr, input_scale_ptr, pre_quant_ptr, out_stride, num_groups,
-                      num_kv_heads, QUERY_LEN, GQA, HEAD_DIM, CHUNK, QUANT, GROUP)
 
 
 @triton.jit(do_not_specialize=["table_stride", "next_chunks", "after_chunks"],
@@ -79,7 +57,7 @@ def decode_kernel(q_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, acc_ptr, stats_ptr, 
                   sm_scale, table_stride, out_stride, num_groups, num_kv_heads, QUERY_LEN: tl.constexpr,
                   GQA: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
                   LIVE2: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
-                  SOFTCAP: tl.constexpr, MERGE: tl.constexpr, CHUNK: tl.constexpr, QUANT: tl.constexpr,
+                  SOFTCAP: tl.constexpr, CHUNK: tl.constexpr, QUANT: tl.constexpr,
                   GROUP: tl.constexpr, EXACT: tl.constexpr, AHEAD: tl.constexpr, THREADS: tl.constexpr,
                   DELAY: tl.constexpr, PDL: tl.constexpr, TAIL: tl.constexpr) -> None:
     """One program a (kv head, item). LIVE2 >= query_len * GQA rows are merged, ROWS >= 16 of them are attended."""
@@ -106,25 +84,34 @@ def decode_kernel(q_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, acc_ptr, stats_ptr, 
         m = tl.full((ROWS,), float("-inf"), tl.float32)
         total = tl.zeros((ROWS,), tl.float32)
         acc = rows_in_place(tl.zeros((ROWS, BLOCK_D), tl.float32), k_ptr)
-        m, total, acc = walk(q, m, total, acc, begin, end, last_key, table, k_ptr, v_ptr, kv_head, num_kv_heads, dims,
-                             scale, HEAD_DIM, BLOCK_SIZE, TILE, QUERY_LEN > 1, WINDOW, SOFTCAP, TAIL, EXACT)
+        stop = end
+        if TAIL:
+            stop = last_tile(begin, end, TILE)
+        blocks = block_numbers(begin, end, table, k_ptr, BLOCK_SIZE, TILE)
+        m, total, acc, blocks = walk(q, m, total, acc, begin, end, stop, blocks, last_key, table, k_ptr, v_ptr, kv_head,
+                                     num_kv_heads, dims, scale, HEAD_DIM, BLOCK_SIZE, TILE, not TAIL, QUERY_LEN > 1,
+                                     WINDOW, SOFTCAP, EXACT)
+        if TAIL:
+            k, v = load_tile_of(blocks, stop, end, k_ptr, v_ptr, kv_head, num_kv_heads, dims, HEAD_DIM, BLOCK_SIZE,
+                                TILE, True)
+            m, total, acc = attend_tile(q, m, total, acc, stop, end, k, v, last_key, scale, TILE, True, QUERY_LEN > 1,
+                                        WINDOW, SOFTCAP, k_ptr.dtype.element_ty.primitive_bitwidth == 8, EXACT)
         acc = rows_in_place(acc, k_ptr)
         finish_item(m, total, acc, item, split, splits, sequence, kv_head, row, dims, acc_ptr, stats_ptr, counter_ptr,
                     v_scale_ptr, out_ptr, scales_ptr, input_scale_ptr, pre_quant_ptr, out_stride, num_groups,
-                    num_kv_heads, QUERY_LEN, GQA, HEAD_DIM, LIVE2, MERGE, CHUNK, QUANT, GROUP)
+                    num_kv_heads, QUERY_LEN, GQA, HEAD_DIM, LIVE2, CHUNK, QUANT, GROUP)
 
 
-_Space = tuple[list[tuple[int, int, int]], tuple[int, ...], tuple[int, ...]]
+_Space = tuple[list[tuple[int, int, int]], tuple[int, ...]]
 
 
 def _space(batch: int, sms: int, deterministic: bool) -> _Space:
-    """(SPLIT, TARGET, MIN_SPLIT), MERGE and FUSED to combine, best guesses first."""
-    full, most = (0, 4 * sms, 64), (0, 3 * sms, 128)
+    """(SPLIT, TARGET, MIN_SPLIT) and FUSED to combine, best guesses first."""
     if deterministic:
-        return [(512, 0, 0), (256, 0, 0)], (1,), (0,)
-    if batch <= 4:  # a long context is many items then: one program would be long in adding them up
-        return [full, most], (0, 1), (1,)
-    return [full, most], (1,), (1, 0) if batch <= 16 else (0, 1) if batch <= 64 else (0,)
+        return [(512, 0, 0), (256, 0, 0)], (0,)
+    few = [(0, 4 * sms, 256)] if batch <= 4 else []  # a short context stays whole
+    return [(0, 4 * sms, 64), (0, 3 * sms, 128), *few], (1,) if batch <= 4 else (1, 0) if batch <= 16 else (0, 1) \
+        if batch <= 64 else (0,)
 
 
 def candidates(head_dim: int, block_size: int, kv_bytes: int, device: DeviceFacts, *,
@@ -138,16 +125,20 @@ def candidates(head_dim: int, block_size: int, kv_bytes: int, device: DeviceFact
     """
     if block_size != next_pow2(block_size):
         raise ValueError(f"block_size must be a power of two, found {block_size}")
-    rules, merges, fused = _space(batch, max(1, device.num_sms), deterministic)
-    tiles = [(32, 4, 1), (64, 3, 1)] if kv_bytes == 1 else [(16, 5, 0), (32, 3, 0), (16, 5, 1)]
+    rules, fused = _space(batch, max(1, device.num_sms), deterministic)
+    block_d = next_pow2(head_dim)
+    if block_d > 128 and fused == (1,):
+        fused = (1, 0)
+    tiles = [(32, 4, 1), (64, 3, 1)] if kv_bytes == 1 else [(16, 4, 0), (32, 3, 0), (16, 4, 1)]
     if deterministic:
         tiles = tiles[:2]
-    held = 2 * next_pow2(head_dim) * kv_bytes  # bytes a key in shared memory
+    held = 2 * block_d * kv_bytes  # bytes a key
     fitting = [one for one in tiles if max(1, one[1] - 1) * one[0] * held <= device.shared_bytes * 3 // 4]
-    found = [KernelConfig.of("split", TILE=tile, SPLIT=split, TARGET=target, MIN_SPLIT=least, MERGE=merge, FUSED=one,
+    found = [KernelConfig.of("split", TILE=tile, SPLIT=split, TARGET=target, MIN_SPLIT=least, FUSED=one,
                              TAIL=tail, num_warps=1, num_stages=stages, pdl=device.capability >= 90)
              for tile, stages, tail in fitting or [(16, 2, 1)]
-             for split, target, least in rules for merge in merges for one in fused]
+             for split, target, least in rules for one in fused
+             if not (one and tail) or (kv_bytes == 1 and tile * held <= 8192)]  # its last tile waits in registers
     return list(dict.fromkeys(found))
 
 
@@ -203,12 +194,9 @@ def launch(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_
     decode_kernel[(num_kv_heads, work.capacity)](
         q, k_cache, v_cache, block_table, work.plan, work.acc, work.stats, work.counters, k_scale, v_scale, out, scales,
         input_scale, pre_quant_scale, *following, sm_scale, block_table.stride(0), out.stride(0), num_groups,
-        num_kv_heads, **how, ROWS=rows, LIVE2=next_pow2(live), BLOCK_SIZE=block_size, TILE=config["TILE"], WINDOW=work.window, SOFTCAP=softcap,
-        MERGE=config["MERGE"], EXACT=INTERPRETED, TAIL=bool(k_scale is not None or config.get("TAIL")),
+        num_kv_heads, **how, ROWS=rows, LIVE2=next_pow2(live), BLOCK_SIZE=block_size, TILE=config["TILE"],
+        WINDOW=work.window, SOFTCAP=softcap, EXACT=INTERPRETED, TAIL=bool(k_scale is not None or config.get("TAIL")),
         CHUNK=merge_chunk(live, block_d, options["num_warps"]), **common, **options)
-    if not config["MERGE"]:
-        launch_merge(work, num_kv_heads, live, v_scale, out, scales, input_scale, pre_quant_scale, num_groups, common,
-                     options)
     return out
 
 

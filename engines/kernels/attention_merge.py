@@ -1,26 +1,34 @@
-"""The end of a decode attention: partials of a sequence's items added in their order, normalised, and stored.
+"""The end of a decode attention: an item's sums stored, or added to those of its sequence's other items.
 
-Layout of the partials and why their order never changes: ``attention_decode``.
+Of a sequence in several items each leaves a partial per row: m = running maximum, l = sum of 2^(s - m), acc = sum of
+2^(s - m) v, float32 in a workspace:
+
+    acc    [capacity, num_kv_heads, query_len * group, head_dim],   stats [.., 2] = (m, l)
+
+They are added in the same kernel, in two steps, and always in the order of the items: whichever program of eight
+neighbours arrives last adds their eight (one round of loads), and whichever of those arrives last adds the eights. One
+program that adds up 66 items of a long context is a chain of 17 rounds (an H200: 12 us of 29, 32768 tokens); a second
+kernel costs every short context a launch (1 us a layer).
+
+    counters  int32 [capacity + batch, num_kv_heads]: arrivals by the first item of an eight, then by sequence; zero
+              between launches, reset by the last to arrive
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
 
-from engines.kernels.attention_plan import Workspace
 from engines.kernels.attention_step import normalised, store_rows
-from engines.kernels.jit import gdc_launch, gdc_wait, next_pow2
+from engines.kernels.jit import next_pow2
+
+_EIGHT = tl.constexpr(8)
 
 
 @triton.jit
-def store_item(y, sequence, kv_head, row, dims, out_ptr, scales_ptr, input_scale_ptr, pre_quant_ptr, out_stride,
-               num_groups, QUERY_LEN: tl.constexpr, GQA: tl.constexpr, HEAD_DIM: tl.constexpr, QUANT: tl.constexpr,
-               GROUP: tl.constexpr) -> None:
+def _store_item(y, sequence, kv_head, row, dims, out_ptr, scales_ptr, input_scale_ptr, pre_quant_ptr, out_stride,
+                num_groups, QUERY_LEN: tl.constexpr, GQA: tl.constexpr, HEAD_DIM: tl.constexpr, QUANT: tl.constexpr,
+                GROUP: tl.constexpr) -> None:
     """Store ``y`` [R, D] of rows ``row`` [R] (row = token * GQA + head in group) of a (sequence, kv head)."""
     if QUERY_LEN == 1:
         token = sequence
@@ -31,73 +39,89 @@ def store_item(y, sequence, kv_head, row, dims, out_ptr, scales_ptr, input_scale
 
 
 @triton.jit
-def merge(first, splits, sequence, kv_head, row, dims, acc_ptr, stats_ptr, v_scale_ptr, out_ptr, scales_ptr,
-          input_scale_ptr, pre_quant_ptr, out_stride, num_groups, num_kv_heads, QUERY_LEN: tl.constexpr,
-          GQA: tl.constexpr, HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr, QUANT: tl.constexpr, GROUP: tl.constexpr
-          ) -> None:
-    """Add the partials of rows ``row`` [R] over items first .. first + splits, and store.
+def _leave(m, total, acc, item, kv_head, num_kv_heads, row, dims, acc_ptr, stats_ptr, LIVE: tl.constexpr,
+           HEAD_DIM: tl.constexpr) -> None:
+    """Store a partial in the place of ``item``."""
+    slot = (item.to(tl.int64) * num_kv_heads + kv_head) * LIVE + row
+    tl.store(acc_ptr + slot[:, None] * HEAD_DIM + dims[None, :], acc,
+             mask=(row < LIVE)[:, None] & (dims < HEAD_DIM)[None, :])
+    tl.store(stats_ptr + slot * 2, m, mask=row < LIVE)
+    tl.store(stats_ptr + slot * 2 + 1, total, mask=row < LIVE)
 
-    First all maxima and sums at once; with the final maximum known the accumulators are one chain of multiply-adds
-    whose loads, CHUNK at a time, wait for nothing and cross no threads.
-    """
-    LIVE: tl.constexpr = QUERY_LEN * GQA
-    top = tl.full((row.shape[0],), float("-inf"), tl.float32)
+
+@triton.jit
+def _arrived_last(counter, count) -> tl.tensor:
+    """Whether this program is the last of ``count`` to come here; what the others left can then be read."""
+    tl.debug_barrier()
+    last = tl.atomic_add(counter, 1, sem="acq_rel") == count - 1
+    if last:
+        tl.store(counter, 0)
+    return last
+
+
+@triton.jit
+def _add_up(first, count, step, kv_head, num_kv_heads, row, dims, acc_ptr, stats_ptr, LIVE: tl.constexpr,
+            HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """(m, l, acc) of the partials first, first + step ... (``count`` of them), CHUNK asked for at once."""
+    m = tl.full((row.shape[0],), float("-inf"), tl.float32)
     total = tl.zeros((row.shape[0],), tl.float32)
-    for start in range(0, splits, 32):
-        split = start + tl.arange(0, 32)
-        slot = ((first + split).to(tl.int64)[:, None] * num_kv_heads + kv_head) * LIVE + row[None, :]
-        live = (split < splits)[:, None] & (row < LIVE)[None, :]
-        m = tl.load(stats_ptr + slot * 2, mask=live, other=float("-inf"), cache_modifier=".cg")
-        part_l = tl.load(stats_ptr + slot * 2 + 1, mask=live, other=0.0, cache_modifier=".cg")
-        new_top = tl.maximum(top, tl.max(m, 0))
-        safe = tl.where(new_top == float("-inf"), 0.0, new_top)
-        total = total * tl.exp2(top - safe) + tl.sum(tl.exp2(m - safe[None, :]) * part_l, 0)
-        top = new_top
-    top = tl.where(top == float("-inf"), 0.0, top)
     acc = tl.zeros((row.shape[0], dims.shape[0]), tl.float32)
-    for start in range(0, splits, CHUNK):
+    for start in range(0, count, CHUNK):
+        index = start + tl.arange(0, CHUNK)
+        slot = ((first + index * step).to(tl.int64)[:, None] * num_kv_heads + kv_head) * LIVE + row[None, :]
+        live = (index < count)[:, None] & (row < LIVE)[None, :]
+        part_m = tl.load(stats_ptr + slot * 2, mask=live, other=float("-inf"), cache_modifier=".cg")
+        part_l = tl.load(stats_ptr + slot * 2 + 1, mask=live, other=0.0, cache_modifier=".cg")
+        new_m = tl.maximum(m, tl.max(part_m, 0))
+        safe = tl.where(new_m == float("-inf"), 0.0, new_m)
+        old = tl.exp2(m - safe)
+        total = total * old + tl.sum(tl.exp2(part_m - safe[None, :]) * part_l, 0)
+        acc *= old[:, None]
         for i in tl.static_range(CHUNK):
-            live = (row < LIVE) & (start + i < splits)
-            slot = (tl.cast(first + start + i, tl.int64) * num_kv_heads + kv_head) * LIVE + row
-            m = tl.load(stats_ptr + slot * 2, mask=live, other=float("-inf"), cache_modifier=".cg")
-            part = tl.load(acc_ptr + slot[:, None] * HEAD_DIM + dims[None, :],
-                           mask=live[:, None] & (dims < HEAD_DIM)[None, :], other=0.0, cache_modifier=".cg")
-            acc += tl.exp2(m - top)[:, None] * part
-    store_item(normalised(acc, total, v_scale_ptr), sequence, kv_head, row, dims, out_ptr, scales_ptr, input_scale_ptr,
-               pre_quant_ptr, out_stride, num_groups, QUERY_LEN, GQA, HEAD_DIM, QUANT, GROUP)
+            own = (tl.cast(first + (start + i) * step, tl.int64) * num_kv_heads + kv_head) * LIVE + row
+            known = (row < LIVE) & (start + i < count)
+            part_m = tl.load(stats_ptr + own * 2, mask=known, other=float("-inf"), cache_modifier=".cg")
+            part = tl.load(acc_ptr + own[:, None] * HEAD_DIM + dims[None, :],
+                           mask=known[:, None] & (dims < HEAD_DIM)[None, :], other=0.0, cache_modifier=".cg")
+            acc += tl.exp2(part_m - safe)[:, None] * part
+        m = new_m
+    return m, total, acc
 
 
-@triton.jit(do_not_specialize=["capacity"])
-def merge_kernel(plan_ptr, acc_ptr, stats_ptr, v_scale_ptr, out_ptr, scales_ptr, input_scale_ptr, pre_quant_ptr,
-                 capacity, out_stride, num_groups, num_kv_heads, QUERY_LEN: tl.constexpr, GQA: tl.constexpr,
-                 HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr,
-                 QUANT: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr
-                 ) -> None:
-    """One program a (row of a kv head, kv head, sequence); those of one item have nothing to do."""
-    kv_head = tl.program_id(1)
-    sequence = tl.program_id(2)
-    gdc_launch(PDL)
-    gdc_wait(PDL)
-    own = plan_ptr + (1 + capacity + sequence) * 8
-    first = tl.load(own)
-    splits = tl.load(own + 1)
-    if splits > 1:
-        row = tl.program_id(0) + tl.arange(0, 1)
-        merge(first, splits, sequence, kv_head, row, tl.arange(0, BLOCK_D), acc_ptr, stats_ptr, v_scale_ptr, out_ptr,
-               scales_ptr, input_scale_ptr, pre_quant_ptr, out_stride, num_groups, num_kv_heads, QUERY_LEN, GQA,
-               HEAD_DIM, CHUNK, QUANT, GROUP)
-
-
-def launch_merge(work: Workspace, num_kv_heads: int, live: int, v_scale: torch.Tensor | None, out: torch.Tensor,
-                 scales: torch.Tensor | None, input_scale: torch.Tensor | None, pre_quant_scale: torch.Tensor | None,
-                 num_groups: int, common: Mapping[str, Any], options: Mapping[str, Any]) -> None:
-    """The second kernel of ``MERGE`` 0: add up the partials of sequences that were split."""
-    merge_kernel[(live, num_kv_heads, work.batch)](
-        work.plan, work.acc, work.stats, v_scale, out, scales, input_scale, pre_quant_scale, work.capacity,
-        out.stride(0), num_groups, num_kv_heads, CHUNK=16, **common, **(dict(options) | {"num_stages": 1,
-                                                                                       "num_warps": 1}))
+@triton.jit
+def finish_item(m, total, acc, item, split, splits, sequence, kv_head, row, dims, acc_ptr, stats_ptr, counter_ptr,
+                v_scale_ptr, out_ptr, scales_ptr, input_scale_ptr, pre_quant_ptr, out_stride, num_groups, num_kv_heads,
+                QUERY_LEN: tl.constexpr, GQA: tl.constexpr, HEAD_DIM: tl.constexpr, LIVE2: tl.constexpr,
+                CHUNK: tl.constexpr, QUANT: tl.constexpr, GROUP: tl.constexpr) -> None:
+    """The end of an item's program, whose sums are (m, total, acc) [R ...]. LIVE2 >= query_len * GQA rows are added up.
+    The grid's second size is the workspace's capacity."""
+    LIVE: tl.constexpr = QUERY_LEN * GQA
+    if splits == 1:
+        _store_item(normalised(acc, total, v_scale_ptr), sequence, kv_head, row, dims, out_ptr, scales_ptr,
+                    input_scale_ptr, pre_quant_ptr, out_stride, num_groups, QUERY_LEN, GQA, HEAD_DIM, QUANT, GROUP)
+    else:
+        _leave(m, total, acc, item, kv_head, num_kv_heads, row, dims, acc_ptr, stats_ptr, LIVE, HEAD_DIM)
+        rows = tl.arange(0, LIVE2)
+        eight = item - split % _EIGHT
+        size = tl.minimum(splits - split // _EIGHT * _EIGHT, _EIGHT)
+        if _arrived_last(counter_ptr + eight * num_kv_heads + kv_head, size):
+            m8, total8, acc8 = _add_up(eight, size, 1, kv_head, num_kv_heads, rows, dims, acc_ptr, stats_ptr, LIVE,
+                                       HEAD_DIM, CHUNK)
+            done = splits <= _EIGHT
+            if not done:
+                _leave(m8, total8, acc8, eight, kv_head, num_kv_heads, rows, dims, acc_ptr, stats_ptr, LIVE, HEAD_DIM)
+                eights = (splits + _EIGHT - 1) // _EIGHT
+                counter = counter_ptr + (tl.num_programs(1) + sequence) * num_kv_heads + kv_head
+                done = _arrived_last(counter, eights)
+                if done:
+                    m8, total8, acc8 = _add_up(item - split, eights, _EIGHT, kv_head, num_kv_heads, rows, dims,
+                                               acc_ptr, stats_ptr, LIVE, HEAD_DIM, CHUNK)
+            if done:
+                _store_item(normalised(acc8, total8, v_scale_ptr), sequence, kv_head, rows, dims, out_ptr, scales_ptr,
+                            input_scale_ptr, pre_quant_ptr, out_stride, num_groups, QUERY_LEN, GQA, HEAD_DIM, QUANT,
+                            GROUP)
 
 
 def merge_chunk(live: int, block_d: int, num_warps: int) -> int:
-    """How many partials the last program of a sequence asks for at once: 64 registers a thread."""
-    return max(1, min(16, 2048 * num_warps // (next_pow2(live) * block_d)))
+    """How many partials are asked for at once: eight, or what 128 registers a thread hold."""
+    return max(1, min(8, 4096 * num_warps // (next_pow2(live) * block_d)))

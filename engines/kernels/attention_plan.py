@@ -9,8 +9,7 @@ graph.
 * fixed (``SPLIT`` > 0 tokens): item boundaries depend on the sequence alone, so a row's bits do not depend on its batch
   mates (deterministic mode). Its price is the capacity: batch * max_seq_len / SPLIT partials must have room.
 
-    plan   int32 [1 + capacity + batch, 8]: row 0 = (items, ...), rows 1.. = (sequence, begin, end, seq_len, split,
-           splits), rows 1 + capacity.. = (first item, splits) of each sequence
+    plan   int32 [1 + capacity, 8]: row 0 = (items, ...), rows 1.. = (sequence, begin, end, seq_len, split, splits)
 
 Balanced item count: floor(tiles * target / total tiles) each, at least 1, so at most target + batch in all: the
 capacity is known beforehand. seq_len 0 (a padded row) is one empty item, whose output is zeros.
@@ -88,9 +87,6 @@ def plan_kernel(seq_lens_ptr, plan_ptr, batch, target, capacity, CHUNK: tl.const
     each = _split_tiles(tiles, total, target, TILE, MIN_SPLIT, SPLIT)
     splits = tl.maximum(tl.cdiv(tiles, each), 1)
     tl.store(plan_ptr, tl.minimum(items, capacity))
-    own = plan_ptr + (1 + capacity + me) * 8
-    tl.store(own, before)
-    tl.store(own + 1, splits)
     for start in range(0, splits, CHUNK):
         split = start + index
         item = before + split
@@ -142,9 +138,10 @@ def workspace(batch: int, max_seq_len: int, num_heads: int, num_kv_heads: int, h
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
-    return Workspace(empty(1 + capacity + batch, PLAN_WIDTH, dtype=torch.int32),
+    return Workspace(empty(1 + capacity, PLAN_WIDTH, dtype=torch.int32),
                      empty(capacity, num_kv_heads, rows, head_dim), empty(capacity, num_kv_heads, rows, 2),
-                     empty(batch, num_kv_heads, dtype=torch.int32), batch, query_len, window)
+                     empty(capacity + batch, num_kv_heads, dtype=torch.int32), batch,
+                     query_len, window)
 
 
 def make_plan(seq_lens: torch.Tensor, work: Workspace, num_kv_heads: int, config: KernelConfig, chunk: int = 256

@@ -32,11 +32,21 @@ import triton
 import triton.language as tl
 
 from engines.kernels import attention_decode, rope_kv
-from engines.kernels.attention_decode import check_epilogue, finish_item
-from engines.kernels.attention_merge import launch_merge, merge_chunk
+from engines.kernels.attention_decode import check_epilogue
+from engines.kernels.attention_merge import finish_item, merge_chunk
 from engines.kernels.attention_plan import Workspace, load_item
 from engines.kernels.attention_step import capped, query_operand, score_scale
-from engines.kernels.attention_walk import ask_for_blocks, padded_rows, rows_in_place, walk, walk_options
+from engines.kernels.attention_walk import (
+    ask_for_blocks,
+    attend_tile,
+    block_numbers,
+    last_tile,
+    load_tile_of,
+    padded_rows,
+    rows_in_place,
+    walk,
+    walk_options,
+)
 from engines.kernels.impl import KernelConfig
 from engines.kernels.jit import INTERPRETED, ActQuant, gdc_launch, gdc_wait, next_pow2
 from engines.kernels.quantize import check_act
@@ -62,7 +72,7 @@ def rope_decode_kernel(qkv_ptr, cos_sin_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, 
                        num_groups, num_kv_heads, QUERY_LEN: tl.constexpr,
                        GQA: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
                        LIVE2: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
-                       SOFTCAP: tl.constexpr, MERGE: tl.constexpr, CHUNK: tl.constexpr, QUANT: tl.constexpr,
+                       SOFTCAP: tl.constexpr, CHUNK: tl.constexpr, QUANT: tl.constexpr,
                        GROUP: tl.constexpr, EXACT: tl.constexpr, AHEAD: tl.constexpr, THREADS: tl.constexpr,
                        DELAY: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr, TAIL: tl.constexpr) -> None:
     """One program a (kv head, item)."""
@@ -87,6 +97,12 @@ def rope_decode_kernel(qkv_ptr, cos_sin_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, 
         ask_for_blocks(begin, cached_end, table, k_ptr, v_ptr, kv_head, num_kv_heads, HEAD_DIM, BLOCK_SIZE)
     dims = tl.arange(0, BLOCK_D)
     real = dims < HEAD_DIM
+    blocks = block_numbers(begin, cached_end, table, k_ptr, BLOCK_SIZE, TILE)
+    stop = cached_end
+    if TAIL:
+        stop = last_tile(begin, cached_end, TILE)
+        k, v = load_tile_of(block_numbers(stop, cached_end, table, k_ptr, BLOCK_SIZE, TILE), stop, cached_end, k_ptr,
+                            v_ptr, kv_head, num_kv_heads, dims, HEAD_DIM, BLOCK_SIZE, TILE, True)
     angle = cos_sin_ptr + position.to(tl.int64) * HEAD_DIM + tl.where(dims < HALF, dims, dims - HALF)
     cos = tl.load(angle, mask=real, other=0.0)
     sin = tl.load(angle + HALF, mask=real, other=0.0) * tl.where(dims < HALF, -1.0, 1.0)
@@ -119,13 +135,18 @@ def rope_decode_kernel(qkv_ptr, cos_sin_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, 
         m = tl.where(owner, s, float("-inf"))
         total = tl.where(owner, tl.full((ROWS,), 1.0, tl.float32), 0.0)
         acc = tl.where(owner, tl.broadcast_to(new_v.to(tl.float32)[None, :], (ROWS, BLOCK_D)), 0.0)
-        m, total, acc = walk(rows_in_place(q, k_ptr), m, total, rows_in_place(acc, k_ptr), begin, cached_end,
-                             position + row * 0, table, k_ptr, v_ptr, kv_head, num_kv_heads, dims, scale, HEAD_DIM,
-                             BLOCK_SIZE, TILE, False, WINDOW, SOFTCAP, TAIL, EXACT)
+        q = rows_in_place(q, k_ptr)
+        last_key = position + row * 0
+        m, total, acc, blocks = walk(q, m, total, rows_in_place(acc, k_ptr), begin, cached_end, stop, blocks, last_key,
+                                     table, k_ptr, v_ptr, kv_head, num_kv_heads, dims, scale, HEAD_DIM, BLOCK_SIZE,
+                                     TILE, not TAIL, False, WINDOW, SOFTCAP, EXACT)
+        if TAIL:
+            m, total, acc = attend_tile(q, m, total, acc, stop, cached_end, k, v, last_key, scale, TILE, True, False,
+                                        WINDOW, SOFTCAP, k_ptr.dtype.element_ty.primitive_bitwidth == 8, EXACT)
         acc = rows_in_place(acc, k_ptr)
         finish_item(m, total, acc, item, split, splits, sequence, kv_head, row, dims, acc_ptr, stats_ptr, counter_ptr,
                     v_scale_ptr, out_ptr, scales_ptr, input_scale_ptr, pre_quant_ptr, out_stride, num_groups,
-                    num_kv_heads, QUERY_LEN, GQA, HEAD_DIM, LIVE2, MERGE, CHUNK, QUANT, GROUP)
+                    num_kv_heads, QUERY_LEN, GQA, HEAD_DIM, LIVE2, CHUNK, QUANT, GROUP)
 
 
 def _check(qkv: torch.Tensor, cos_sin: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
@@ -177,12 +198,9 @@ def launch(qkv: torch.Tensor, cos_sin: torch.Tensor, k_cache: torch.Tensor, v_ca
         qkv, cos_sin, k_cache, v_cache, block_table, work.plan, work.acc, work.stats, work.counters, k_scale, v_scale,
         out, scales, input_scale, pre_quant_scale, *following, sm_scale, qkv.stride(0), block_table.stride(0),
         out.stride(0), num_groups, num_kv_heads, ROWS=rows, LIVE2=next_pow2(gqa),
-        BLOCK_SIZE=block_size, TILE=config["TILE"], WINDOW=work.window, SOFTCAP=softcap, MERGE=config["MERGE"],
+        BLOCK_SIZE=block_size, TILE=config["TILE"], WINDOW=work.window, SOFTCAP=softcap,
         EXACT=INTERPRETED, EARLY=early and config.pdl, CHUNK=merge_chunk(gqa, block_d, options["num_warps"]),
         TAIL=bool(k_scale is not None or config.get("TAIL")), **how, **common, **options)
-    if not config["MERGE"]:
-        launch_merge(work, num_kv_heads, gqa, v_scale, out, scales, input_scale, pre_quant_scale, num_groups, common,
-                     options)
     return out
 
 

@@ -51,9 +51,12 @@ def rows_in_place(x, k_ptr) -> tl.tensor:
 
 
 @triton.jit
-def block_numbers(table, start, end, EACH: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr) -> tl.tensor:
-    """The cache blocks of keys start, start + EACH ... [TILE // EACH]; 0 from ``end`` on."""
-    key = start + tl.arange(0, TILE // EACH) * EACH
+def block_numbers(start, end, table, k_ptr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr) -> tl.tensor:
+    """The cache blocks of the tile at ``start``, 0 from ``end`` on: a number a block (or part of one) where the tile is
+    made of whole ones, as 8-bit caches have it, or lies in one; else a number a key."""
+    CODES: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth == 8
+    EACH: tl.constexpr = min(BLOCK_SIZE, TILE) if CODES or BLOCK_SIZE >= TILE else 1
+    key = start // TILE * TILE + tl.arange(0, TILE // EACH) * EACH
     return tl.load(table + key // BLOCK_SIZE, mask=key < end, other=0)
 
 
@@ -119,50 +122,54 @@ def _key_by_key(blocks, start, end, k_ptr, v_ptr, kv_head, num_kv_heads, dims, H
 
 
 @triton.jit
-def _step(q, m, total, acc, blocks, start, end, last_key, k_ptr, v_ptr, kv_head, num_kv_heads, dims, scale,
-          HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, PARTIAL: tl.constexpr,
-          CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr
-          ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """One tile: its load, then ``attend``."""
-    KEYS_FIRST: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth == 8
-    if KEYS_FIRST:
+def load_tile_of(blocks, start, end, k_ptr, v_ptr, kv_head, num_kv_heads, dims, HEAD_DIM: tl.constexpr,
+                 BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, PARTIAL: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """(k, v) of the tile at ``start`` as ``attend`` takes them."""
+    if k_ptr.dtype.element_ty.primitive_bitwidth == 8:
         k, v = _whole_blocks(blocks, start, end, k_ptr, v_ptr, kv_head, num_kv_heads, dims, HEAD_DIM, BLOCK_SIZE, TILE,
                              PARTIAL)
     else:
         k, v = _key_by_key(blocks, start, end, k_ptr, v_ptr, kv_head, num_kv_heads, dims, HEAD_DIM, BLOCK_SIZE, TILE,
                            PARTIAL)
-    key = start + tl.arange(0, TILE)
-    return attend(q, m, total, acc, key, key < end, k, v, last_key, scale, PARTIAL or CAUSAL or WINDOW > 0,
-                  PARTIAL and KEYS_FIRST, CAUSAL, WINDOW, SOFTCAP, KEYS_FIRST, EXACT)
+    return k, v
 
 
 @triton.jit
-def walk(q, m, total, acc, begin, end, last_key, table, k_ptr, v_ptr, kv_head, num_kv_heads, dims, scale,
-         HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, CAUSAL: tl.constexpr,
-         WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, TAIL: tl.constexpr, EXACT: tl.constexpr
-         ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Keys begin .. end of a context through the softmax; ``begin`` is a multiple of TILE. Returns (m, total, acc).
+def attend_tile(q, m, total, acc, start, end, k, v, last_key, scale, TILE: tl.constexpr, PARTIAL: tl.constexpr,
+                CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, CODES: tl.constexpr,
+                EXACT: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """A loaded tile through the softmax."""
+    key = start + tl.arange(0, TILE)
+    return attend(q, m, total, acc, key, key < end, k, v, last_key, scale, PARTIAL or CAUSAL or WINDOW > 0,
+                  PARTIAL and CODES, CAUSAL, WINDOW, SOFTCAP, CODES, EXACT)
 
-    ``q`` and ``acc`` [R, D] lie as ``rows_in_place`` puts them. TAIL: the last tile has code of its own, and
-    the loop over the whole ones goes without masks.
+
+@triton.jit
+def last_tile(begin, end, TILE: tl.constexpr) -> tl.tensor:
+    """Where the last tile of keys begin .. end starts."""
+    begin = begin // TILE * TILE
+    return begin + tl.maximum(end - begin - 1, 0) // TILE * TILE
+
+
+@triton.jit
+def walk(q, m, total, acc, begin, end, stop, blocks, last_key, table, k_ptr, v_ptr, kv_head, num_kv_heads, dims, scale,
+         HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, PARTIAL: tl.constexpr,
+         CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr
+         ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+    """Tiles of a context from ``begin`` (a multiple of TILE) until ``stop``, through the softmax: (m, total, acc), and
+    the block numbers of the tile at ``stop``. ``end``: of the keys; only PARTIAL walks may reach it within a tile.
+
+    ``q`` and ``acc`` [R, D] lie as ``rows_in_place`` puts them; ``blocks``: those of ``begin``.
     """
-    CODES: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth == 8
-    EACH: tl.constexpr = min(BLOCK_SIZE, TILE) if CODES or BLOCK_SIZE >= TILE else 1
     begin = begin // TILE * TILE  # so it was cut: now the compiler knows, and codes travel in runs
-    if TAIL:
-        whole = begin + tl.maximum(end - begin - 1, 0) // TILE * TILE
-    else:
-        whole = end
-    blocks = block_numbers(table, begin, end, EACH, BLOCK_SIZE, TILE)
-    for start in tl.range(begin, whole, TILE):
+    for start in tl.range(begin, stop, TILE):
         here = blocks
-        blocks = block_numbers(table, start + TILE, end, EACH, BLOCK_SIZE, TILE)
-        m, total, acc = _step(q, m, total, acc, here, start, end, last_key, k_ptr, v_ptr, kv_head, num_kv_heads, dims,
-                              scale, HEAD_DIM, BLOCK_SIZE, TILE, not TAIL, CAUSAL, WINDOW, SOFTCAP, EXACT)
-    if TAIL:
-        m, total, acc = _step(q, m, total, acc, blocks, whole, end, last_key, k_ptr, v_ptr, kv_head, num_kv_heads,
-                              dims, scale, HEAD_DIM, BLOCK_SIZE, TILE, True, CAUSAL, WINDOW, SOFTCAP, EXACT)
-    return m, total, acc
+        blocks = block_numbers(start + TILE, end, table, k_ptr, BLOCK_SIZE, TILE)
+        k, v = load_tile_of(here, start, end, k_ptr, v_ptr, kv_head, num_kv_heads, dims, HEAD_DIM, BLOCK_SIZE, TILE,
+                            PARTIAL)
+        m, total, acc = attend_tile(q, m, total, acc, start, end, k, v, last_key, scale, TILE, PARTIAL, CAUSAL, WINDOW,
+                                    SOFTCAP, k_ptr.dtype.element_ty.primitive_bitwidth == 8, EXACT)
+    return m, total, acc, blocks
 
 
 @triton.jit

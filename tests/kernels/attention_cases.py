@@ -6,11 +6,11 @@ import torch
 
 from engines.kernels.impl import KernelConfig
 
-BALANCED = KernelConfig.of("split", TILE=16, SPLIT=0, TARGET=12, MIN_SPLIT=16, MERGE=1)
-SEPARATE = KernelConfig.of("split", TILE=16, SPLIT=0, TARGET=12, MIN_SPLIT=32, MERGE=0)
-WIDE = KernelConfig.of("split", TILE=32, SPLIT=0, TARGET=12, MIN_SPLIT=32, MERGE=1)  # a tile over several blocks
-TAILED = KernelConfig.of("split", TILE=32, SPLIT=0, TARGET=12, MIN_SPLIT=32, MERGE=1, TAIL=1)
-FIXED = KernelConfig.of("split", TILE=16, SPLIT=32, TARGET=0, MIN_SPLIT=0, MERGE=1)
+BALANCED = KernelConfig.of("split", TILE=16, SPLIT=0, TARGET=12, MIN_SPLIT=16)
+MANY = KernelConfig.of("split", TILE=16, SPLIT=0, TARGET=96, MIN_SPLIT=16)  # more items a sequence than eight
+WIDE = KernelConfig.of("split", TILE=32, SPLIT=0, TARGET=12, MIN_SPLIT=32)  # a tile over several blocks
+TAILED = KernelConfig.of("split", TILE=32, SPLIT=0, TARGET=12, MIN_SPLIT=32, TAIL=1)
+FIXED = KernelConfig.of("split", TILE=16, SPLIT=32, TARGET=0, MIN_SPLIT=0)
 
 
 def problem(lens, heads, kv_heads, head_dim, block, dtype, device, query_len=1):

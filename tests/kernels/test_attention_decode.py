@@ -11,7 +11,7 @@ from engines.kernels.attention_plan import item_capacity
 from engines.kernels.attention_walk import padded_rows, walk_options
 from engines.kernels.impl import DeviceFacts, KernelConfig
 from engines.kernels.jit import ActQuant
-from tests.kernels.attention_cases import BALANCED, FIXED, SEPARATE, TAILED, WIDE, problem
+from tests.kernels.attention_cases import BALANCED, FIXED, MANY, TAILED, WIDE, problem
 
 
 def run_both(lens, heads, kv_heads, head_dim, block, dtype, device, config, *, query_len=1, window=0,
@@ -46,8 +46,8 @@ def run_both(lens, heads, kv_heads, head_dim, block, dtype, device, config, *, q
     return results[0], results[1], work
 
 
-@pytest.mark.parametrize("config", [BALANCED, SEPARATE, WIDE, TAILED, FIXED],
-                         ids=["balanced", "separate", "wide", "tailed", "fixed"])
+@pytest.mark.parametrize("config", [BALANCED, MANY, WIDE, TAILED, FIXED],
+                         ids=["balanced", "many", "wide", "tailed", "fixed"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int8])
 def test_mixed_lengths(device, judge, config, dtype):
     found, wanted, work = run_both([1, 0, 90, 17], 8, 2, 64, 16, dtype, device, config, repeat=True)
@@ -63,6 +63,15 @@ def test_shapes(device, judge, heads, kv_heads, head_dim, block, dtype):
     """8-bit caches walk by whole blocks, or parts of one (64 keys here, tiles of 16), and pad rows to 8."""
     found, wanted, _ = run_both([5, 70], heads, kv_heads, head_dim, block, dtype, device, BALANCED)
     judge(found, wanted, 3e-2, 5e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
+def test_more_items_than_eight_meet_in_two_steps(device, judge, dtype):
+    found, wanted, work = run_both([300, 40, 128, 145], 4, 2, 64, 16, dtype, device, MANY, repeat=True)
+    judge(found, wanted, 3e-2, 5e-3)
+    splits = work.plan[1 : 1 + int(work.plan[0, 0]), 5]
+    assert splits.max() > 16
+    assert splits.min() <= 8
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
@@ -90,7 +99,7 @@ def test_window_softcap_and_several_queries(device, judge, config, query_len, wi
     judge(found, wanted, 3e-2, 5e-3)
 
 
-@pytest.mark.parametrize("config", [BALANCED, SEPARATE], ids=["balanced", "separate"])
+@pytest.mark.parametrize("config", [BALANCED, MANY], ids=["balanced", "many"])
 @pytest.mark.parametrize(("quant", "group"), [(ActQuant.FP8_STATIC, 0), (ActQuant.INT8_GROUP, 64),
                                               (ActQuant.INT8_GROUP, 32), (ActQuant.FP8_GROUP, 64)])
 def test_quantized_output(device, judge, config, quant, group):
@@ -114,7 +123,7 @@ def test_fixed_splits_do_not_depend_on_batch_mates(device):
 
 def test_plan_covers_every_token_once(device):
     torch.manual_seed(3)
-    for config in (BALANCED, FIXED, KernelConfig.of("split", TILE=32, SPLIT=0, TARGET=300, MIN_SPLIT=64, MERGE=1)):
+    for config in (BALANCED, FIXED, KernelConfig.of("split", TILE=32, SPLIT=0, TARGET=300, MIN_SPLIT=64)):
         for batch in (1, 7, 19):
             lens = torch.randint(0, 700, (batch,), dtype=torch.int32, device=device)
             work = attention_plan.workspace(batch, 700, 2, 1, 16, config, device)
@@ -123,9 +132,9 @@ def test_plan_covers_every_token_once(device):
             items = plan[1 : 1 + int(plan[0, 0])]
             assert len(items) <= work.capacity
             for b, n in enumerate(lens.tolist()):
-                first, splits = plan[1 + work.capacity + b, :2].tolist()
-                own = items[first : first + splits]
-                assert own[:, 0].eq(b).all()
+                own = items[items[:, 0] == b]
+                splits = len(own)
+                assert own[:, 5].eq(splits).all()
                 assert own[:, 4].tolist() == list(range(splits))
                 assert own[0, 1] == 0
                 assert own[-1, 2] == n
@@ -167,4 +176,4 @@ def test_misfits_are_errors(device):
         attention_decode.launch(q, k, v, table.long(), work, out, BALANCED, sm_scale=1.0)
     with pytest.raises(ValueError, match="multiples of TILE"):
         attention_plan.make_plan(torch.tensor([5], dtype=torch.int32, device=device), work, 1,
-                                 KernelConfig.of("split", TILE=32, SPLIT=48, TARGET=1, MIN_SPLIT=32, MERGE=1))
+                                 KernelConfig.of("split", TILE=32, SPLIT=48, TARGET=1, MIN_SPLIT=32))

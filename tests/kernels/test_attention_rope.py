@@ -8,7 +8,7 @@ import torch
 from engines.kernels import attention_plan, attention_rope, norm, quantize
 from engines.kernels.jit import ActQuant
 from engines.kernels.read_ahead import ReadAhead
-from tests.kernels.attention_cases import BALANCED, FIXED, SEPARATE, WIDE, problem
+from tests.kernels.attention_cases import BALANCED, FIXED, MANY, WIDE, problem
 
 LENS = [1, 0, 16, 17, 2, 70, 33, 0, 128, 15]
 
@@ -51,7 +51,7 @@ def same_caches(found, wanted, step):
         assert (ours.nan_to_num() - theirs.nan_to_num()).abs().le(step * theirs.nan_to_num().abs() + 1e-2).all()
 
 
-@pytest.mark.parametrize("config", [BALANCED, SEPARATE, WIDE, FIXED], ids=["balanced", "separate", "wide", "fixed"])
+@pytest.mark.parametrize("config", [BALANCED, MANY, WIDE, FIXED], ids=["balanced", "many", "wide", "fixed"])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(8, 2, 64), (3, 3, 32), (8, 1, 96), (9, 3, 128)])
 def test_every_length_in_one_batch(config, heads, kv_heads, head_dim, device, judge):
     (ours, caches), (wanted, theirs) = run_both(config, device, heads=heads, kv_heads=kv_heads, head_dim=head_dim)
