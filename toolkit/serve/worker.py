@@ -32,6 +32,8 @@ from toolkit.serve.wire import FAULT, BlockingWire, Message
 
 _LOG = logging.getLogger(__name__)
 BEAT_S = 0.5
+#: Ends in one message: the front end answers the first of many while the others are put together.
+ENDS = 8
 
 
 @dataclass(slots=True)
@@ -150,6 +152,9 @@ class Worker:
         done: list[Message] = []
         scores: list[Message] = []
         for event in self._loop.step():
+            if len(done) + len(scores) == ENDS:
+                self._tell(tokens, done, scores)
+                tokens, done, scores = [], [], []
             if event.number not in self._of_number:
                 continue
             job, index = self._of_number[event.number]
@@ -158,7 +163,10 @@ class Worker:
             if event.finish_reason is not None:
                 self._end(job, index, event, done, scores)
         if tokens or done or scores:
-            self._wire.send({"ev": "step", "steps": self._loop.steps, "tokens": tokens, "done": done, "scores": scores})
+            self._tell(tokens, done, scores)
+
+    def _tell(self, tokens: list[list[Any]], done: list[Message], scores: list[Message]) -> None:
+        self._wire.send({"ev": "step", "steps": self._loop.steps, "tokens": tokens, "done": done, "scores": scores})
 
     def _end(self, job: Job, index: int, event: TokenEvent, done: list[Message], scores: list[Message]) -> None:
         del self._of_number[event.number]
