@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import gc
 import json
 import logging
 import queue
@@ -28,6 +27,7 @@ from engines.request import SamplingParams, TokenLogprob
 from engines.runtime.admission import Terms
 from engines.runtime.events import TokenEvent
 from engines.runtime.loop import Loop
+from toolkit.serve import pauses
 from toolkit.serve.wire import FAULT, BlockingWire, Message
 
 _LOG = logging.getLogger(__name__)
@@ -95,16 +95,21 @@ class Worker:
 
     def _take(self) -> None:
         """Handle what came in; wait for it when there is nothing else to do."""
-        while True:
-            try:
-                messages = self._inbox.get(block=self._loop.idle)
-            except queue.Empty:
-                return
+        while (messages := self._came()) is not None:
             if not messages:
                 self._open = False
                 return
             for message in messages:
                 self._handle(message)
+
+    def _came(self) -> list[Message] | None:
+        """What came in next; None when there is nothing and the loop has work."""
+        with contextlib.suppress(queue.Empty):
+            return self._inbox.get(self._loop.idle, pauses.AFTER_S)
+        if not self._loop.idle:
+            return None
+        pauses.rest()
+        return self._inbox.get()
 
     def _handle(self, message: Message) -> None:
         if message["op"] == "submit":
@@ -233,8 +238,7 @@ def main(engine: str, descriptor: str) -> None:
     except ToolkitError as error:
         wire.send({"ev": "failed", "code": error.code, "message": error.message, "hint": error.hint})
         return
-    gc.collect()
-    gc.freeze()  # a collection looks through what came since, not through all that was loaded (tens of milliseconds)
+    pauses.begin()
     with llm:
         Worker(llm, wire).run()
 
