@@ -1,7 +1,7 @@
 """Garbage is collected when nothing is under way.
 
-A collection visits every id of every prompt of every request under way, and stops all of them: with 256 at once, tens of
-milliseconds in the time in which the device waits for requests and clients for answers. Almost all of what they leave
+A collection visits every id of every prompt of every request under way, and stops all of them: with 256 at once, some
+20 ms a burst in which the device waits for requests and clients wait for answers. Almost all of what requests leave
 needs no collector. So while there is work one is a last resort, and what is due is done between requests.
 """
 

@@ -1,8 +1,8 @@
 """The front end's event loop: of many sockets that are ready at once, a few are looked at in each turn.
 
 A loop handles in one turn all that is ready when it begins, and what comes of that in the next. So of a burst of
-requests all would be read before the first is parsed, and all parsed before the first is sent: the engine would wait for
-the last one, 0.3 ms for each. A few at a time, the first ones are in the engine while the others are read.
+requests all would be read before the first is parsed, and the engine would wait for the last of them: of 64, up to
+20 ms. A few at a time, the first ones are in the engine while the others are read.
 """
 
 from __future__ import annotations
