@@ -25,21 +25,21 @@ class Corked:
     def write(self, data: bytes | bytearray | memoryview) -> None:
         now = time.monotonic()
         if not self._parts:
-            asyncio.get_running_loop().call_soon(self.flush)
+            asyncio.get_running_loop().call_soon(self._flush)
             self._begun = now
         self._parts.append(bytes(data))
         if now - self._begun >= self._longest_s:
-            self.flush()
+            self._flush()
 
     def writelines(self, parts: Iterable[bytes | bytearray | memoryview]) -> None:
         self.write(b"".join(parts))
 
     def close(self) -> None:
-        self.flush()
+        self._flush()
         self._transport.close()
 
     def write_eof(self) -> None:
-        self.flush()
+        self._flush()
         self._transport.write_eof()
 
     def abort(self) -> None:
@@ -52,8 +52,7 @@ class Corked:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
-    def flush(self) -> None:
-        """Send now: nothing more will be said in this turn."""
+    def _flush(self) -> None:
         parts, self._parts = self._parts, []
         if parts and not self._transport.is_closing():
             self._transport.write(b"".join(parts))

@@ -54,10 +54,6 @@ class _Connections:
                 if self.client is not None:
                     transports[self.client] = transport
 
-            def on_response_complete(self) -> None:
-                cast(Corked, self.transport).flush()  # clients read the first answers while the last are written
-                super().on_response_complete()
-
             def connection_lost(self, exc: Exception | None) -> None:
                 if self.client is not None:
                     transports.pop(self.client, None)
