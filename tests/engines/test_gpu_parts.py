@@ -31,7 +31,7 @@ from engines.models.rope import RopeFacts
 from engines.plan import EngineSpec, fused_program, linear_shape
 from engines.program import AddNorm, Attention, Program, RopeKV, reads, writes
 from engines.request import SamplingParams
-from engines.runtime.cuda.graphs import decode_sizes, keys, smallest
+from engines.runtime.cuda.graphs import PREFILL_TOKENS, decode_sizes, keys, smallest
 from engines.runtime.cuda.neighbours import attention_groups, fences
 from engines.runtime.cuda.record import HostRecord, Layout, RowWriter, Slots
 from engines.runtime.sequence import Sequence
@@ -141,6 +141,7 @@ def test_step_sizes_and_graph_sizes() -> None:
     assert decode_sizes(256)[-1] == 256
     assert smallest((1, 2, 4), 3) == 4
     assert smallest((1, 2, 4), 5) is None
+    assert all(smallest(PREFILL_TOKENS, tokens) < tokens + 256 for tokens in range(1, 2049)), "what padding may cost"
     found = keys(8, 64)
     assert found == sorted(found, key=lambda key: -key.tokens), "largest first: later graphs reuse the pool"
     assert {key.tokens for key in found if key.kind == "decode"} == {1, 2, 4, 8}

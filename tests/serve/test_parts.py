@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from engines.request import SamplingParams
 from toolkit.errors import UsageError
 from toolkit.serve.client import Ticket
 from toolkit.serve.cork import Corked
@@ -160,6 +161,25 @@ def test_messages_that_came_together_are_received_together() -> None:
                                                  ([[1], [2, 3]], [[1], [2, 3]])])
 def test_the_four_forms_of_a_prompt(prompt, prompts) -> None:
     assert validated(CompletionRequest, {"model": "m", "prompt": prompt}, strict=True).prompts == prompts
+
+
+@pytest.mark.parametrize("prompt", [[1, "a"], ["a", 1], [[1], [2, "a"]], [[1], 2], [1, -2], [1, 2.5], {"a": 1}])
+def test_what_is_none_of_the_four_is_refused(prompt) -> None:
+    with pytest.raises(ApiError, match="prompt"):
+        validated(CompletionRequest, {"model": "m", "prompt": prompt}, strict=True)
+
+
+def test_parameters_at_their_defaults_need_not_be_given() -> None:
+    """The two records' defaults differ (temperature, max_tokens): what is left out of one is not what the other has."""
+    asked = validated(CompletionRequest, {"model": "m", "prompt": "a"}, strict=True)
+    assert asked.params(max_tokens=16, logprobs=None) == SamplingParams(max_tokens=16, temperature=1.0)
+    given = {"n": 2, "min_tokens": 1, "temperature": 0.0, "top_k": 3, "top_p": 0.5, "min_p": 0.1, "seed": 0,
+             "presence_penalty": 1.0, "frequency_penalty": -1.0, "repetition_penalty": 1.5, "ignore_eos": True}
+    lists = {"stop": ["x"], "stop_token_ids": [4], "bad_words": ["b"]}
+    asked = validated(CompletionRequest, {"model": "m", "prompt": "a", "logit_bias": {"7": 1.5}} | given | lists,
+                      strict=True)
+    assert asked.params(max_tokens=128, logprobs=0) == SamplingParams(
+        max_tokens=128, logprobs=0, logit_bias={7: 1.5}, **given, **{name: tuple(its) for name, its in lists.items()})
 
 
 def test_json_is_read_strictly() -> None:

@@ -50,6 +50,7 @@ def register(app: typer.Typer) -> None:
         from toolkit.refs import resolve
         from toolkit.serve.options import ServeOptions, read_keys
         from toolkit.serve.server import serve as run
+        from toolkit.serve.turns import new_loop
         from toolkit.store import RunStore
 
         logging.basicConfig(level=logging.INFO, stream=sys.stderr,
@@ -72,7 +73,8 @@ def register(app: typer.Typer) -> None:
                           "limits": info["limits"]}, [url],
                          f"{options.model} ({info['recipe']}, kv {info['kv_cache']}, {info['device']}) at {url}/v1")
             sys.stdout.flush()
-        asyncio.run(run(engine, options, on_ready))
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            runner.run(run(engine, options, on_ready))
 
 
 def _made(session: Session, store: RunStore, ref: str, wanted: EngineJob | None, limits: Limits | None) -> Path:

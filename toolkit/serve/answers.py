@@ -51,18 +51,35 @@ async def _stopped(*tasks: asyncio.Task[Any]) -> None:
 
 async def while_there(request: Request, work: Coroutine[Any, Any, Response], gone: Callable[[], None]) -> Response:
     """The answer, unless the client leaves before: then the work is cancelled, ``gone`` is called, and nobody reads
-    what is returned."""
-    task, left = asyncio.ensure_future(work), asyncio.ensure_future(_left(request.receive))
+    what is returned.
+
+    The work is done in the request's own task: of a burst, the first request reaches the engine before the last one is
+    looked at. A task of its own would begin after all of them.
+    """
+    its, left = asyncio.current_task(), asyncio.ensure_future(_left(request.receive))
+    assert its is not None
+    working, stopped = True, False
+
+    def stop(_: asyncio.Future[None]) -> None:
+        nonlocal stopped
+        if working:
+            stopped = its.cancel()
+
+    left.add_done_callback(stop)
     try:
-        await asyncio.wait({task, left}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        gone()
+        return await work
+    except asyncio.CancelledError:
+        if not stopped:
+            raise
         return Response(status_code=_GONE)
     except BaseExceptionGroup as group:
         raise first_fault(group) from group
     finally:
-        await _stopped(task, left)
+        working = False
+        left.cancel()
+        if stopped:
+            its.uncancel()
+            gone()
 
 
 class EventStream(Response):

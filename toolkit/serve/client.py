@@ -32,6 +32,7 @@ from typing import Any
 
 from calib.errors import ENVIRONMENT, ToolkitError
 from engines.request import OWN_FAULTS, SamplingParams
+from toolkit.serve import pauses
 from toolkit.serve.faults import ApiError, bad, unavailable
 from toolkit.serve.wire import FAULT, AsyncWire, Message
 
@@ -197,8 +198,14 @@ class EngineClient:
     def shut(self, ticket: Ticket, *, finished: bool) -> None:
         """Forget a ticket; the engine aborts what it has not finished."""
         known = self._tickets.pop(ticket.identity, None) is not None
+        if not self._tickets:
+            asyncio.get_running_loop().call_later(pauses.AFTER_S, self._rest)
         if known and not finished and self._wire is not None and not self.ended.is_set():
             self._wire.send({"op": "abort", "id": ticket.identity})
+
+    def _rest(self) -> None:
+        if not self._tickets:
+            pauses.rest()
 
     async def stats(self, patience_s: float = 2.0) -> Message | None:
         """The loop's counts now; None when the engine does not answer."""

@@ -22,6 +22,10 @@ from toolkit.serve.options import ServeOptions
 Record = TypeVar("Record", bound=Frozen)
 Ids = list[Annotated[int, Field(ge=0)]]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+#: For one of several kinds of list: the first entry of another kind settles it, the others need no look.
+_SETTLED = Field(fail_fast=True)
+#: What need not be validated, as it was not asked for.
+_DEFAULTS = {name: field.get_default(call_default_factory=True) for name, field in SamplingParams.model_fields.items()}
 
 
 class StreamOptions(Frozen):
@@ -75,19 +79,20 @@ class Sampled(Frozen):
     def params(self, *, max_tokens: int, logprobs: int | None, grammar: Grammar | None = None,
                stop: tuple[str, ...] = ()) -> SamplingParams:
         """As the engine takes them; an ApiError where they contradict each other."""
-        return validated(SamplingParams, {
+        given = {
             "n": self.n, "max_tokens": max_tokens, "min_tokens": self.min_tokens, "temperature": self.temperature,
             "top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p, "presence_penalty": self.presence_penalty,
             "frequency_penalty": self.frequency_penalty, "repetition_penalty": self.repetition_penalty,
             "logit_bias": {int(index): bias for index, bias in (self.logit_bias or {}).items()}, "seed": self.seed,
             "stop": (*self.stops, *stop), "stop_token_ids": tuple(self.stop_token_ids), "ignore_eos": self.ignore_eos,
-            "bad_words": tuple(self.bad_words), "logprobs": logprobs, "grammar": grammar})
+            "bad_words": tuple(self.bad_words), "logprobs": logprobs, "grammar": grammar}
+        return validated(SamplingParams, {name: value for name, value in given.items() if value != _DEFAULTS[name]})
 
 
 class CompletionRequest(Sampled):
     """``POST /v1/completions``."""
 
-    prompt: str | list[str] | Ids | list[Ids]
+    prompt: str | Annotated[list[str], _SETTLED] | Ids | Annotated[list[Ids], _SETTLED]
     max_tokens: int = Field(default=16, ge=0)
     echo: bool = False
     logprobs: int | None = Field(default=None, ge=0, le=20)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import logging
 import signal
 import socket
@@ -23,6 +22,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from calib.text import Tokenizer
 from toolkit.errors import UsageError
+from toolkit.serve import pauses
 from toolkit.serve.app import make_app
 from toolkit.serve.client import EngineClient, EngineProcessError
 from toolkit.serve.cork import Corked
@@ -102,8 +102,7 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._tasks.append(asyncio.create_task(self._mourn()))
-        gc.collect()
-        gc.freeze()  # a collection stops every stream: it looks through what came since only
+        pauses.begin()
         self._on_ready(self.servers[0].sockets[0].getsockname()[1])
 
     async def _mourn(self) -> None:

@@ -4,7 +4,7 @@
                       {"op": "abort", "id"}   {"op": "stats", "id"}   {"op": "dump"}
     to the front end  {"ev": "hello", ...}                   once, when weights are loaded
                       {"ev": "step", "steps", "tokens": [[id, index, token, text, logprob, finish, error], ...],
-                       "done": [...], "scores": [...]}       after a step that changed something
+                       "done": [...], "scores": [...]}       what a step changed; several when many end
                       {"ev": "refused", "id", "code", "message", "hint"}
                       {"ev": "beat", "steps", "busy"}        twice a second, from a thread of its own
                       {"ev": "stats", "id", ...}
@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import socket
 import struct
 import threading
 from typing import Any
+
+from pydantic_core import from_json, to_json
 
 from toolkit.serve.cork import Corked
 
@@ -34,7 +35,7 @@ Message = dict[str, Any]
 
 
 def pack(message: Message) -> bytes:
-    data = json.dumps(message, separators=(",", ":"), ensure_ascii=True).encode()
+    data = to_json(message)
     return _HEADER.pack(len(data)) + data
 
 
@@ -68,7 +69,7 @@ class BlockingWire:
             end = at + _HEADER.size + _HEADER.unpack_from(self._came, at)[0]
             if len(self._came) < end:
                 break
-            messages.append(json.loads(self._came[at + _HEADER.size:end]))
+            messages.append(from_json(self._came[at + _HEADER.size:end]))
             at = end
         del self._came[:at]
         return messages
@@ -93,7 +94,7 @@ class AsyncWire:
         """The next message; None at the end of the connection."""
         try:
             header = await self._reader.readexactly(_HEADER.size)
-            return json.loads(await self._reader.readexactly(_HEADER.unpack(header)[0]))
+            return from_json(await self._reader.readexactly(_HEADER.unpack(header)[0]))
         except (asyncio.IncompleteReadError, ConnectionError):
             return None
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import gc
 import json
 import logging
 import queue
@@ -28,10 +27,13 @@ from engines.request import SamplingParams, TokenLogprob
 from engines.runtime.admission import Terms
 from engines.runtime.events import TokenEvent
 from engines.runtime.loop import Loop
+from toolkit.serve import pauses
 from toolkit.serve.wire import FAULT, BlockingWire, Message
 
 _LOG = logging.getLogger(__name__)
 BEAT_S = 0.5
+#: Ends in one message: the front end answers the first of many while the others are put together.
+ENDS = 8
 
 
 @dataclass(slots=True)
@@ -93,16 +95,21 @@ class Worker:
 
     def _take(self) -> None:
         """Handle what came in; wait for it when there is nothing else to do."""
-        while True:
-            try:
-                messages = self._inbox.get(block=self._loop.idle)
-            except queue.Empty:
-                return
+        while (messages := self._came()) is not None:
             if not messages:
                 self._open = False
                 return
             for message in messages:
                 self._handle(message)
+
+    def _came(self) -> list[Message] | None:
+        """What came in next; None when there is nothing and the loop has work."""
+        with contextlib.suppress(queue.Empty):
+            return self._inbox.get(self._loop.idle, pauses.AFTER_S)
+        if not self._loop.idle:
+            return None
+        pauses.rest()
+        return self._inbox.get()
 
     def _handle(self, message: Message) -> None:
         if message["op"] == "submit":
@@ -150,6 +157,9 @@ class Worker:
         done: list[Message] = []
         scores: list[Message] = []
         for event in self._loop.step():
+            if len(done) + len(scores) == ENDS:
+                self._tell(tokens, done, scores)
+                tokens, done, scores = [], [], []
             if event.number not in self._of_number:
                 continue
             job, index = self._of_number[event.number]
@@ -158,7 +168,10 @@ class Worker:
             if event.finish_reason is not None:
                 self._end(job, index, event, done, scores)
         if tokens or done or scores:
-            self._wire.send({"ev": "step", "steps": self._loop.steps, "tokens": tokens, "done": done, "scores": scores})
+            self._tell(tokens, done, scores)
+
+    def _tell(self, tokens: list[list[Any]], done: list[Message], scores: list[Message]) -> None:
+        self._wire.send({"ev": "step", "steps": self._loop.steps, "tokens": tokens, "done": done, "scores": scores})
 
     def _end(self, job: Job, index: int, event: TokenEvent, done: list[Message], scores: list[Message]) -> None:
         del self._of_number[event.number]
@@ -225,8 +238,7 @@ def main(engine: str, descriptor: str) -> None:
     except ToolkitError as error:
         wire.send({"ev": "failed", "code": error.code, "message": error.message, "hint": error.hint})
         return
-    gc.collect()
-    gc.freeze()  # a collection looks through what came since, not through all that was loaded (tens of milliseconds)
+    pauses.begin()
     with llm:
         Worker(llm, wire).run()
 

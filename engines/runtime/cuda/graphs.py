@@ -23,8 +23,9 @@ from dataclasses import dataclass
 import torch
 
 DECODE = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-#: Python launches a step in some 40 ms (an H200's host); from 4096 tokens on the device takes longer than that.
-PREFILL_TOKENS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096)
+#: Python launches a step in some 40 ms (an H200's host); from 4096 tokens on the device takes longer than that. Closest
+#: from 1024 to 2048, which is what a burst's prompts come to while others are computed: 256 tokens of padding are 3 ms.
+PREFILL_TOKENS = (16, 32, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 1280, 1536, 1792, 2048, 3072, 4096)
 PREFILL_ROWS = (1, 8, 32)
 #: Where reading keys from the cache begins to cost something.
 PROMPT_TOKENS = tuple(size for size in PREFILL_TOKENS if size >= 512)
