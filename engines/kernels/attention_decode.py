@@ -28,17 +28,19 @@ import torch
 import triton
 import triton.language as tl
 
-from engines.kernels.attention_merge import finish_item, merge_chunk
+from engines.kernels.attention_merge import finish_item, merge_options
 from engines.kernels.attention_plan import Workspace, load_item
 from engines.kernels.attention_step import query_operand, score_scale
 from engines.kernels.attention_twin import attend_twin, gather_cache
 from engines.kernels.attention_walk import (
     attend_tile,
     block_numbers,
+    join_lanes,
     last_tile,
     load_tile_of,
     padded_rows,
     rows_in_place,
+    to_lanes,
     walk,
     walk_options,
 )
@@ -59,7 +61,8 @@ def decode_kernel(q_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, acc_ptr, stats_ptr, 
                   LIVE2: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
                   SOFTCAP: tl.constexpr, CHUNK: tl.constexpr, QUANT: tl.constexpr,
                   GROUP: tl.constexpr, EXACT: tl.constexpr, AHEAD: tl.constexpr, THREADS: tl.constexpr,
-                  DELAY: tl.constexpr, PDL: tl.constexpr, TAIL: tl.constexpr) -> None:
+                  DELAY: tl.constexpr, PDL: tl.constexpr, TAIL: tl.constexpr, LANES: tl.constexpr,
+                  GATHER: tl.constexpr) -> None:
     """One program a (kv head, item). LIVE2 >= query_len * GQA rows are merged, ROWS >= 16 of them are attended."""
     kv_head = tl.program_id(0)
     item = tl.program_id(1)
@@ -77,29 +80,30 @@ def decode_kernel(q_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, acc_ptr, stats_ptr, 
         token = sequence.to(tl.int64) * QUERY_LEN + row // GQA
         q = tl.load(q_ptr + ((token * num_kv_heads + kv_head) * GQA + row % GQA)[:, None] * HEAD_DIM + dims[None, :],
                     mask=(row < LIVE)[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
-        q = rows_in_place(query_operand(q, k_ptr, EXACT), k_ptr)
+        q = query_operand(q, k_ptr, EXACT)
         scale = score_scale(sm_scale, k_ptr, k_scale_ptr, SOFTCAP)
         last_key = seq_len - QUERY_LEN + row // GQA
         table = table_ptr + sequence.to(tl.int64) * table_stride
-        m = tl.full((ROWS,), float("-inf"), tl.float32)
-        total = tl.zeros((ROWS,), tl.float32)
-        acc = rows_in_place(tl.zeros((ROWS, BLOCK_D), tl.float32), k_ptr)
+        q, m, total, acc = to_lanes(
+            rows_in_place(q, k_ptr), tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32),
+            rows_in_place(tl.zeros((ROWS, BLOCK_D), tl.float32), k_ptr), LANES)
         stop = end
         if TAIL:
             stop = last_tile(begin, end, TILE)
-        blocks = block_numbers(begin, end, table, k_ptr, BLOCK_SIZE, TILE)
+        blocks = block_numbers(begin, end, table, k_ptr, BLOCK_SIZE, TILE, LANES)
         m, total, acc, blocks = walk(q, m, total, acc, begin, end, stop, blocks, last_key, table, k_ptr, v_ptr, kv_head,
-                                     num_kv_heads, dims, scale, HEAD_DIM, BLOCK_SIZE, TILE, not TAIL, QUERY_LEN > 1,
-                                     WINDOW, SOFTCAP, EXACT)
+                                     num_kv_heads, dims, scale, HEAD_DIM, BLOCK_SIZE, TILE, LANES, not TAIL,
+                                     QUERY_LEN > 1, WINDOW, SOFTCAP, EXACT)
         if TAIL:
             k, v = load_tile_of(blocks, stop, end, k_ptr, v_ptr, kv_head, num_kv_heads, dims, HEAD_DIM, BLOCK_SIZE,
-                                TILE, True)
-            m, total, acc = attend_tile(q, m, total, acc, stop, end, k, v, last_key, scale, TILE, True, QUERY_LEN > 1,
-                                        WINDOW, SOFTCAP, k_ptr.dtype.element_ty.primitive_bitwidth == 8, EXACT)
-        acc = rows_in_place(acc, k_ptr)
+                                TILE, LANES, True)
+            m, total, acc = attend_tile(q, m, total, acc, stop, end, k, v, last_key, scale, TILE, LANES, True,
+                                        QUERY_LEN > 1, WINDOW, SOFTCAP,
+                                        k_ptr.dtype.element_ty.primitive_bitwidth == 8, EXACT)
+        m, total, acc = join_lanes(m, total, acc, k_ptr, LANES)
         finish_item(m, total, acc, item, split, splits, sequence, kv_head, row, dims, acc_ptr, stats_ptr, counter_ptr,
                     v_scale_ptr, out_ptr, scales_ptr, input_scale_ptr, pre_quant_ptr, out_stride, num_groups,
-                    num_kv_heads, QUERY_LEN, GQA, HEAD_DIM, LIVE2, CHUNK, QUANT, GROUP)
+                    num_kv_heads, QUERY_LEN, GQA, HEAD_DIM, LIVE2, GATHER, CHUNK, QUANT, GROUP)
 
 
 _Space = tuple[list[tuple[int, int, int]], tuple[int, ...]]
@@ -196,7 +200,7 @@ def launch(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_
         input_scale, pre_quant_scale, *following, sm_scale, block_table.stride(0), out.stride(0), num_groups,
         num_kv_heads, **how, ROWS=rows, LIVE2=next_pow2(live), BLOCK_SIZE=block_size, TILE=config["TILE"],
         WINDOW=work.window, SOFTCAP=softcap, EXACT=INTERPRETED, TAIL=bool(k_scale is not None or config.get("TAIL")),
-        CHUNK=merge_chunk(live, block_d, options["num_warps"]), **common, **options)
+        **merge_options(live, block_d, options["num_warps"]), **common, **options)
     return out
 
 

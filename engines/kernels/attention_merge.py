@@ -5,12 +5,12 @@ Of a sequence in several items each leaves a partial per row: m = running maximu
 
     acc    [capacity, num_kv_heads, query_len * group, head_dim],   stats [.., 2] = (m, l)
 
-They are added in the same kernel, in two steps, and always in the order of the items: whichever program of eight
-neighbours arrives last adds their eight (one round of loads), and whichever of those arrives last adds the eights. One
+They are added in the same kernel, in two steps, and always in the order of the items: whichever program of GATHER
+neighbours arrives last adds theirs (one round of loads), and whichever of those arrives last adds the sums. One
 program that adds up 66 items of a long context is a chain of 17 rounds (an H200: 12 us of 29, 32768 tokens); a second
 kernel costs every short context a launch (1 us a layer).
 
-    counters  int32 [capacity + batch, num_kv_heads]: arrivals by the first item of an eight, then by sequence; zero
+    counters  int32 [capacity + batch, num_kv_heads]: arrivals by the first of such neighbours, then by sequence; zero
               between launches, reset by the last to arrive
 """
 
@@ -21,8 +21,6 @@ import triton.language as tl
 
 from engines.kernels.attention_step import normalised, store_rows
 from engines.kernels.jit import next_pow2
-
-_EIGHT = tl.constexpr(8)
 
 
 @triton.jit
@@ -92,7 +90,7 @@ def _add_up(first, count, step, kv_head, num_kv_heads, row, dims, acc_ptr, stats
 def finish_item(m, total, acc, item, split, splits, sequence, kv_head, row, dims, acc_ptr, stats_ptr, counter_ptr,
                 v_scale_ptr, out_ptr, scales_ptr, input_scale_ptr, pre_quant_ptr, out_stride, num_groups, num_kv_heads,
                 QUERY_LEN: tl.constexpr, GQA: tl.constexpr, HEAD_DIM: tl.constexpr, LIVE2: tl.constexpr,
-                CHUNK: tl.constexpr, QUANT: tl.constexpr, GROUP: tl.constexpr) -> None:
+                GATHER: tl.constexpr, CHUNK: tl.constexpr, QUANT: tl.constexpr, GROUP: tl.constexpr) -> None:
     """The end of an item's program, whose sums are (m, total, acc) [R ...]. LIVE2 >= query_len * GQA rows are added up.
     The grid's second size is the workspace's capacity."""
     LIVE: tl.constexpr = QUERY_LEN * GQA
@@ -102,19 +100,19 @@ def finish_item(m, total, acc, item, split, splits, sequence, kv_head, row, dims
     else:
         _leave(m, total, acc, item, kv_head, num_kv_heads, row, dims, acc_ptr, stats_ptr, LIVE, HEAD_DIM)
         rows = tl.arange(0, LIVE2)
-        eight = item - split % _EIGHT
-        size = tl.minimum(splits - split // _EIGHT * _EIGHT, _EIGHT)
-        if _arrived_last(counter_ptr + eight * num_kv_heads + kv_head, size):
-            m8, total8, acc8 = _add_up(eight, size, 1, kv_head, num_kv_heads, rows, dims, acc_ptr, stats_ptr, LIVE,
+        leader = item - split % GATHER
+        size = tl.minimum(splits - split // GATHER * GATHER, GATHER)
+        if _arrived_last(counter_ptr + leader * num_kv_heads + kv_head, size):
+            m8, total8, acc8 = _add_up(leader, size, 1, kv_head, num_kv_heads, rows, dims, acc_ptr, stats_ptr, LIVE,
                                        HEAD_DIM, CHUNK)
-            done = splits <= _EIGHT
+            done = splits <= GATHER
             if not done:
-                _leave(m8, total8, acc8, eight, kv_head, num_kv_heads, rows, dims, acc_ptr, stats_ptr, LIVE, HEAD_DIM)
-                eights = (splits + _EIGHT - 1) // _EIGHT
+                _leave(m8, total8, acc8, leader, kv_head, num_kv_heads, rows, dims, acc_ptr, stats_ptr, LIVE, HEAD_DIM)
+                leaders = (splits + GATHER - 1) // GATHER
                 counter = counter_ptr + (tl.num_programs(1) + sequence) * num_kv_heads + kv_head
-                done = _arrived_last(counter, eights)
+                done = _arrived_last(counter, leaders)
                 if done:
-                    m8, total8, acc8 = _add_up(item - split, eights, _EIGHT, kv_head, num_kv_heads, rows, dims,
+                    m8, total8, acc8 = _add_up(item - split, leaders, GATHER, kv_head, num_kv_heads, rows, dims,
                                                acc_ptr, stats_ptr, LIVE, HEAD_DIM, CHUNK)
             if done:
                 _store_item(normalised(acc8, total8, v_scale_ptr), sequence, kv_head, rows, dims, out_ptr, scales_ptr,
@@ -122,6 +120,8 @@ def finish_item(m, total, acc, item, split, splits, sequence, kv_head, row, dims
                             GROUP)
 
 
-def merge_chunk(live: int, block_d: int, num_warps: int) -> int:
-    """How many partials are asked for at once: eight, or what 128 registers a thread hold."""
-    return max(1, min(8, 4096 * num_warps // (next_pow2(live) * block_d)))
+def merge_options(live: int, block_d: int, num_warps: int) -> dict[str, int]:
+    """GATHER, how many neighbours are added up first: eight a warp; CHUNK, how many are asked for at once: all of them,
+    or what 128 registers a thread hold."""
+    gather = 8 * num_warps
+    return {"GATHER": gather, "CHUNK": max(1, min(gather, 4096 * num_warps // (next_pow2(live) * block_d)))}

@@ -33,17 +33,19 @@ import triton.language as tl
 
 from engines.kernels import attention_decode, rope_kv
 from engines.kernels.attention_decode import check_epilogue
-from engines.kernels.attention_merge import finish_item, merge_chunk
+from engines.kernels.attention_merge import finish_item, merge_options
 from engines.kernels.attention_plan import Workspace, load_item
 from engines.kernels.attention_step import capped, query_operand, score_scale
 from engines.kernels.attention_walk import (
     ask_for_blocks,
     attend_tile,
     block_numbers,
+    join_lanes,
     last_tile,
     load_tile_of,
     padded_rows,
     rows_in_place,
+    to_lanes,
     walk,
     walk_options,
 )
@@ -74,7 +76,8 @@ def rope_decode_kernel(qkv_ptr, cos_sin_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, 
                        LIVE2: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
                        SOFTCAP: tl.constexpr, CHUNK: tl.constexpr, QUANT: tl.constexpr,
                        GROUP: tl.constexpr, EXACT: tl.constexpr, AHEAD: tl.constexpr, THREADS: tl.constexpr,
-                       DELAY: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr, TAIL: tl.constexpr) -> None:
+                       DELAY: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr, TAIL: tl.constexpr,
+                       LANES: tl.constexpr, GATHER: tl.constexpr) -> None:
     """One program a (kv head, item)."""
     HALF: tl.constexpr = HEAD_DIM // 2
     kv_head = tl.program_id(0)
@@ -97,12 +100,12 @@ def rope_decode_kernel(qkv_ptr, cos_sin_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, 
         ask_for_blocks(begin, cached_end, table, k_ptr, v_ptr, kv_head, num_kv_heads, HEAD_DIM, BLOCK_SIZE)
     dims = tl.arange(0, BLOCK_D)
     real = dims < HEAD_DIM
-    blocks = block_numbers(begin, cached_end, table, k_ptr, BLOCK_SIZE, TILE)
+    blocks = block_numbers(begin, cached_end, table, k_ptr, BLOCK_SIZE, TILE, LANES)
     stop = cached_end
     if TAIL:
         stop = last_tile(begin, cached_end, TILE)
-        k, v = load_tile_of(block_numbers(stop, cached_end, table, k_ptr, BLOCK_SIZE, TILE), stop, cached_end, k_ptr,
-                            v_ptr, kv_head, num_kv_heads, dims, HEAD_DIM, BLOCK_SIZE, TILE, True)
+        k, v = load_tile_of(block_numbers(stop, cached_end, table, k_ptr, BLOCK_SIZE, TILE, LANES), stop, cached_end,
+                            k_ptr, v_ptr, kv_head, num_kv_heads, dims, HEAD_DIM, BLOCK_SIZE, TILE, LANES, True)
     angle = cos_sin_ptr + position.to(tl.int64) * HEAD_DIM + tl.where(dims < HALF, dims, dims - HALF)
     cos = tl.load(angle, mask=real, other=0.0)
     sin = tl.load(angle + HALF, mask=real, other=0.0) * tl.where(dims < HALF, -1.0, 1.0)
@@ -135,18 +138,18 @@ def rope_decode_kernel(qkv_ptr, cos_sin_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, 
         m = tl.where(owner, s, float("-inf"))
         total = tl.where(owner, tl.full((ROWS,), 1.0, tl.float32), 0.0)
         acc = tl.where(owner, tl.broadcast_to(new_v.to(tl.float32)[None, :], (ROWS, BLOCK_D)), 0.0)
-        q = rows_in_place(q, k_ptr)
+        q, m, total, acc = to_lanes(rows_in_place(q, k_ptr), m, total, rows_in_place(acc, k_ptr), LANES)
         last_key = position + row * 0
-        m, total, acc, blocks = walk(q, m, total, rows_in_place(acc, k_ptr), begin, cached_end, stop, blocks, last_key,
-                                     table, k_ptr, v_ptr, kv_head, num_kv_heads, dims, scale, HEAD_DIM, BLOCK_SIZE,
-                                     TILE, not TAIL, False, WINDOW, SOFTCAP, EXACT)
+        m, total, acc, blocks = walk(q, m, total, acc, begin, cached_end, stop, blocks, last_key, table, k_ptr, v_ptr,
+                                     kv_head, num_kv_heads, dims, scale, HEAD_DIM, BLOCK_SIZE, TILE, LANES, not TAIL,
+                                     False, WINDOW, SOFTCAP, EXACT)
         if TAIL:
-            m, total, acc = attend_tile(q, m, total, acc, stop, cached_end, k, v, last_key, scale, TILE, True, False,
-                                        WINDOW, SOFTCAP, k_ptr.dtype.element_ty.primitive_bitwidth == 8, EXACT)
-        acc = rows_in_place(acc, k_ptr)
+            m, total, acc = attend_tile(q, m, total, acc, stop, cached_end, k, v, last_key, scale, TILE, LANES, True,
+                                        False, WINDOW, SOFTCAP, k_ptr.dtype.element_ty.primitive_bitwidth == 8, EXACT)
+        m, total, acc = join_lanes(m, total, acc, k_ptr, LANES)
         finish_item(m, total, acc, item, split, splits, sequence, kv_head, row, dims, acc_ptr, stats_ptr, counter_ptr,
                     v_scale_ptr, out_ptr, scales_ptr, input_scale_ptr, pre_quant_ptr, out_stride, num_groups,
-                    num_kv_heads, QUERY_LEN, GQA, HEAD_DIM, LIVE2, CHUNK, QUANT, GROUP)
+                    num_kv_heads, QUERY_LEN, GQA, HEAD_DIM, LIVE2, GATHER, CHUNK, QUANT, GROUP)
 
 
 def _check(qkv: torch.Tensor, cos_sin: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
@@ -199,7 +202,7 @@ def launch(qkv: torch.Tensor, cos_sin: torch.Tensor, k_cache: torch.Tensor, v_ca
         out, scales, input_scale, pre_quant_scale, *following, sm_scale, qkv.stride(0), block_table.stride(0),
         out.stride(0), num_groups, num_kv_heads, ROWS=rows, LIVE2=next_pow2(gqa),
         BLOCK_SIZE=block_size, TILE=config["TILE"], WINDOW=work.window, SOFTCAP=softcap,
-        EXACT=INTERPRETED, EARLY=early and config.pdl, CHUNK=merge_chunk(gqa, block_d, options["num_warps"]),
+        EXACT=INTERPRETED, EARLY=early and config.pdl, **merge_options(gqa, block_d, options["num_warps"]),
         TAIL=bool(k_scale is not None or config.get("TAIL")), **how, **common, **options)
     return out
 

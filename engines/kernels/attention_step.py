@@ -108,32 +108,34 @@ def capped(s, scale, SOFTCAP: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def by_key(x, KEYS_FIRST: tl.constexpr) -> tl.tensor:
-    """A number a key against scores: [rows, keys], or [keys, rows] with KEYS_FIRST."""
+def by_key(x, KEYS_FIRST: tl.constexpr, LANES: tl.constexpr) -> tl.tensor:
+    """A number a key against [rows, keys], or [keys, rows] with KEYS_FIRST; with LANES, x and those have one more
+    dimension in front."""
     if KEYS_FIRST:
-        r = x[:, None]
+        r = tl.expand_dims(x, 2 if LANES else 1)
     else:
-        r = x[None, :]
+        r = tl.expand_dims(x, 1 if LANES else 0)
     return r
 
 
 @triton.jit
-def by_row(x, KEYS_FIRST: tl.constexpr) -> tl.tensor:
-    """A number a row against scores or sums."""
-    return by_key(x, not KEYS_FIRST)
+def by_row(x, KEYS_FIRST: tl.constexpr, LANES: tl.constexpr) -> tl.tensor:
+    """A number a row against the same."""
+    return by_key(x, not KEYS_FIRST, LANES)
 
 
 @triton.jit
 def attend(q, m, total, acc, key, inside, k, v, last_key, scale, MASKED: tl.constexpr, CLEAR: tl.constexpr,
            CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, KEYS_FIRST: tl.constexpr,
-           EXACT: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+           LANES: tl.constexpr, EXACT: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """One loaded tile through the online softmax; returns the new (m, total, acc). MASKED: some keys may not be seen;
     CLEAR: what v has beyond ``inside`` is no zero yet.
 
     q [R, D], k [D, TILE], v [TILE, D], acc [R, D]; all of them turned with KEYS_FIRST. ``last_key`` [R] is each row's
-    own position: CAUSAL hides keys after it, WINDOW those WINDOW or more before it.
+    own position: CAUSAL hides keys after it, WINDOW those WINDOW or more before it. LANES: every tensor but ``scale``
+    has one more dimension in front (``attention_walk``).
     """
-    KEYS: tl.constexpr = 0 if KEYS_FIRST else 1
+    KEYS: tl.constexpr = (0 if KEYS_FIRST else 1) + (1 if LANES else 0)
     k = dot_operand(k, EXACT)
     if KEYS_FIRST:
         s = tl.dot(k, q)
@@ -143,23 +145,23 @@ def attend(q, m, total, acc, key, inside, k, v, last_key, scale, MASKED: tl.cons
         s = capped(s, scale, SOFTCAP)
         scale = 1.0
     if MASKED:
-        seen = by_key(inside, KEYS_FIRST)
+        seen = by_key(inside, KEYS_FIRST, LANES)
         if CAUSAL:
-            seen = seen & (by_key(key, KEYS_FIRST) <= by_row(last_key, KEYS_FIRST))
+            seen = seen & (by_key(key, KEYS_FIRST, LANES) <= by_row(last_key, KEYS_FIRST, LANES))
         if WINDOW > 0:
-            seen = seen & (by_key(key, KEYS_FIRST) > by_row(last_key, KEYS_FIRST) - WINDOW)
+            seen = seen & (by_key(key, KEYS_FIRST, LANES) > by_row(last_key, KEYS_FIRST, LANES) - WINDOW)
         s = tl.where(seen, s, float("-inf"))
     m_new = tl.maximum(m, tl.max(s, KEYS) * scale)
     safe = m_new
     if MASKED:
         safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-    p = tl.exp2(s * scale - by_row(safe, KEYS_FIRST))
+    p = tl.exp2(s * scale - by_row(safe, KEYS_FIRST, LANES))
     old = tl.exp2(m - safe)
     total = total * old + tl.sum(p, KEYS)
     v = dot_operand(v, EXACT)
     if CLEAR:
-        v = tl.where(by_row(inside, KEYS_FIRST), v, 0.0)
-    acc *= by_row(old, KEYS_FIRST)
+        v = tl.where(by_row(inside, KEYS_FIRST, LANES), v, 0.0)
+    acc *= by_row(old, KEYS_FIRST, LANES)
     if KEYS_FIRST:
         acc = tl.dot(v, p.to(v.dtype), acc)
     else:
@@ -176,7 +178,7 @@ def attention_step(q, m, total, acc, start, end, last_key, table_ptr, k_ptr, v_p
     key, inside, k, v = load_tile(start, end, table_ptr, k_ptr, v_ptr, kv_head, num_kv_heads, kv_stride, dims, HEAD_DIM,
                                   BLOCK_SIZE, TILE, PARTIAL)
     return attend(q, m, total, acc, key, inside, k, v, last_key, scale, PARTIAL or CAUSAL or WINDOW > 0,
-                  PARTIAL and v_ptr.dtype.element_ty.primitive_bitwidth == 8, CAUSAL, WINDOW, SOFTCAP, False,
+                  PARTIAL and v_ptr.dtype.element_ty.primitive_bitwidth == 8, CAUSAL, WINDOW, SOFTCAP, False, 0,
                   EXACT)
 
 

@@ -6,11 +6,18 @@ import torch
 
 from engines.kernels.impl import KernelConfig
 
-BALANCED = KernelConfig.of("split", TILE=16, SPLIT=0, TARGET=12, MIN_SPLIT=16)
-MANY = KernelConfig.of("split", TILE=16, SPLIT=0, TARGET=96, MIN_SPLIT=16)  # more items a sequence than eight
-WIDE = KernelConfig.of("split", TILE=32, SPLIT=0, TARGET=12, MIN_SPLIT=32)  # a tile over several blocks
-TAILED = KernelConfig.of("split", TILE=32, SPLIT=0, TARGET=12, MIN_SPLIT=32, TAIL=1)
-FIXED = KernelConfig.of("split", TILE=16, SPLIT=32, TARGET=0, MIN_SPLIT=0)
+def _split(tile: int, target: int, least: int, split: int = 0, **keys: int) -> KernelConfig:
+    return KernelConfig.of("split", TILE=tile, SPLIT=split, TARGET=target, MIN_SPLIT=least,
+                           **({"TAIL": 0, "num_warps": 1} | keys))
+
+
+BALANCED = _split(16, 12, 16)
+MANY = _split(16, 96, 16)  # more items a sequence than eight
+WIDE = _split(32, 12, 32)  # a tile over several blocks
+TAILED = _split(32, 12, 32, TAIL=1)
+LANES = _split(64, 12, 64, num_warps=4)
+LANES_TAILED = _split(64, 12, 64, num_warps=2, TAIL=1)
+FIXED = _split(16, 0, 0, 32)
 
 
 def problem(lens, heads, kv_heads, head_dim, block, dtype, device, query_len=1):

@@ -11,7 +11,7 @@ from engines.kernels.attention_plan import item_capacity
 from engines.kernels.attention_walk import padded_rows, walk_options
 from engines.kernels.impl import DeviceFacts, KernelConfig
 from engines.kernels.jit import ActQuant
-from tests.kernels.attention_cases import BALANCED, FIXED, MANY, TAILED, WIDE, problem
+from tests.kernels.attention_cases import BALANCED, FIXED, LANES, LANES_TAILED, MANY, TAILED, WIDE, problem
 
 
 def run_both(lens, heads, kv_heads, head_dim, block, dtype, device, config, *, query_len=1, window=0,
@@ -46,11 +46,11 @@ def run_both(lens, heads, kv_heads, head_dim, block, dtype, device, config, *, q
     return results[0], results[1], work
 
 
-@pytest.mark.parametrize("config", [BALANCED, MANY, WIDE, TAILED, FIXED],
-                         ids=["balanced", "many", "wide", "tailed", "fixed"])
+@pytest.mark.parametrize("config", [BALANCED, MANY, WIDE, TAILED, LANES, LANES_TAILED, FIXED],
+                         ids=["balanced", "many", "wide", "tailed", "lanes", "lanes tailed", "fixed"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.int8])
 def test_mixed_lengths(device, judge, config, dtype):
-    found, wanted, work = run_both([1, 0, 90, 17], 8, 2, 64, 16, dtype, device, config, repeat=True)
+    found, wanted, work = run_both([1, 0, 150, 17], 8, 2, 64, 16, dtype, device, config, repeat=True)
     judge(found, wanted, 3e-2, 5e-3)
     assert found[1].eq(0).all()
     assert int(work.plan[0, 0]) > 4, "nothing was split: the case tests less than it says"
@@ -58,10 +58,11 @@ def test_mixed_lengths(device, judge, config, dtype):
 
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim", "block"), [
     (1, 1, 64, 16), (3, 1, 96, 16), (10, 2, 128, 32), (8, 1, 256, 16), (17, 1, 64, 64), (9, 3, 80, 16)])
+@pytest.mark.parametrize("config", [BALANCED, LANES], ids=["one warp", "lanes"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8])
-def test_shapes(device, judge, heads, kv_heads, head_dim, block, dtype):
-    """8-bit caches walk by whole blocks, or parts of one (64 keys here, tiles of 16), and pad rows to 8."""
-    found, wanted, _ = run_both([5, 70], heads, kv_heads, head_dim, block, dtype, device, BALANCED)
+def test_shapes(device, judge, heads, kv_heads, head_dim, block, dtype, config):
+    """8-bit caches walk by whole blocks, or parts of one (64 keys here, 16 a tile or a lane), and pad rows to 8."""
+    found, wanted, _ = run_both([5, 70], heads, kv_heads, head_dim, block, dtype, device, config)
     judge(found, wanted, 3e-2, 5e-3)
 
 
@@ -80,17 +81,23 @@ def test_drafted_tokens_of_a_wide_group(device, judge, dtype):
     judge(found, wanted, 3e-2, 5e-3)
 
 
-def test_wide_rows_take_more_warps():
-    """A warp holds 16 x 128 sums in registers: five drafted tokens of four heads are 32 rows."""
-    config = candidates(128, 16, 2, DeviceFacts("H200", 90, 132, 227 << 10, 50 << 20))[0]
-    cache = torch.empty(1, dtype=torch.bfloat16)
-    assert walk_options(config, padded_rows(4, cache), 128)["num_warps"] == 1
-    assert walk_options(config, padded_rows(20, cache), 128)["num_warps"] == 2
-    assert walk_options(config, padded_rows(4, cache), 256)["num_warps"] == 2
-    assert walk_options(config, padded_rows(4, torch.empty(1, dtype=torch.int8)), 256)["num_warps"] == 1
+def test_wide_rows_share_tiles_among_more_warps():
+    """A warp holds 16 x 128 sums in registers: five drafted tokens of four heads are 32 rows, and lanes hold no more."""
+    cache, codes = torch.empty(1, dtype=torch.bfloat16), torch.empty(1, dtype=torch.int8)
+
+    def warps(config, live, cache, block_d):
+        options = walk_options(config, padded_rows(live, cache), block_d)
+        return options["num_warps"], options["LANES"]
+
+    assert warps(BALANCED, 4, cache, 128) == (1, 0)
+    assert warps(BALANCED, 20, cache, 128) == (2, 0)
+    assert warps(BALANCED, 4, cache, 256) == (2, 0)
+    assert warps(BALANCED, 4, codes, 256) == (1, 0)
+    assert warps(LANES, 4, cache, 128) == (4, 4)
+    assert warps(LANES, 20, cache, 128) == (8, 0)
 
 
-@pytest.mark.parametrize("config", [BALANCED, FIXED], ids=["balanced", "fixed"])
+@pytest.mark.parametrize("config", [BALANCED, LANES, FIXED], ids=["balanced", "lanes", "fixed"])
 @pytest.mark.parametrize("query_len", [1, 3])
 @pytest.mark.parametrize(("window", "softcap"), [(0, 20.0), (24, 0.0), (1, 5.0)])
 def test_window_softcap_and_several_queries(device, judge, config, query_len, window, softcap):
