@@ -35,12 +35,10 @@ from engines.kernels.attention_twin import attend_twin, gather_cache
 from engines.kernels.attention_walk import (
     attend_tile,
     block_numbers,
-    join_lanes,
     last_tile,
     load_tile_of,
     padded_rows,
     rows_in_place,
-    to_lanes,
     walk,
     walk_options,
 )
@@ -61,8 +59,7 @@ def decode_kernel(q_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, acc_ptr, stats_ptr, 
                   LIVE2: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
                   SOFTCAP: tl.constexpr, CHUNK: tl.constexpr, QUANT: tl.constexpr,
                   GROUP: tl.constexpr, EXACT: tl.constexpr, AHEAD: tl.constexpr, THREADS: tl.constexpr,
-                  DELAY: tl.constexpr, PDL: tl.constexpr, TAIL: tl.constexpr, LANES: tl.constexpr,
-                  GATHER: tl.constexpr) -> None:
+                  DELAY: tl.constexpr, PDL: tl.constexpr, TAIL: tl.constexpr, GATHER: tl.constexpr) -> None:
     """One program a (kv head, item). LIVE2 >= query_len * GQA rows are merged, ROWS >= 16 of them are attended."""
     kv_head = tl.program_id(0)
     item = tl.program_id(1)
@@ -80,42 +77,50 @@ def decode_kernel(q_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, acc_ptr, stats_ptr, 
         token = sequence.to(tl.int64) * QUERY_LEN + row // GQA
         q = tl.load(q_ptr + ((token * num_kv_heads + kv_head) * GQA + row % GQA)[:, None] * HEAD_DIM + dims[None, :],
                     mask=(row < LIVE)[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
-        q = query_operand(q, k_ptr, EXACT)
+        q = rows_in_place(query_operand(q, k_ptr, EXACT), k_ptr)
         scale = score_scale(sm_scale, k_ptr, k_scale_ptr, SOFTCAP)
         last_key = seq_len - QUERY_LEN + row // GQA
         table = table_ptr + sequence.to(tl.int64) * table_stride
-        q, m, total, acc = to_lanes(
-            rows_in_place(q, k_ptr), tl.full((ROWS,), float("-inf"), tl.float32), tl.zeros((ROWS,), tl.float32),
-            rows_in_place(tl.zeros((ROWS, BLOCK_D), tl.float32), k_ptr), LANES)
+        m = tl.full((ROWS,), float("-inf"), tl.float32)
+        total = tl.zeros((ROWS,), tl.float32)
+        acc = rows_in_place(tl.zeros((ROWS, BLOCK_D), tl.float32), k_ptr)
         stop = end
         if TAIL:
             stop = last_tile(begin, end, TILE)
-        blocks = block_numbers(begin, end, table, k_ptr, BLOCK_SIZE, TILE, LANES)
+        blocks = block_numbers(begin, end, table, k_ptr, BLOCK_SIZE, TILE)
         m, total, acc, blocks = walk(q, m, total, acc, begin, end, stop, blocks, last_key, table, k_ptr, v_ptr, kv_head,
-                                     num_kv_heads, dims, scale, HEAD_DIM, BLOCK_SIZE, TILE, LANES, not TAIL,
-                                     QUERY_LEN > 1, WINDOW, SOFTCAP, EXACT)
+                                     num_kv_heads, dims, scale, HEAD_DIM, BLOCK_SIZE, TILE, not TAIL, QUERY_LEN > 1,
+                                     WINDOW, SOFTCAP, EXACT)
         if TAIL:
             k, v = load_tile_of(blocks, stop, end, k_ptr, v_ptr, kv_head, num_kv_heads, dims, HEAD_DIM, BLOCK_SIZE,
-                                TILE, LANES, True)
-            m, total, acc = attend_tile(q, m, total, acc, stop, end, k, v, last_key, scale, TILE, LANES, True,
-                                        QUERY_LEN > 1, WINDOW, SOFTCAP,
-                                        k_ptr.dtype.element_ty.primitive_bitwidth == 8, EXACT)
-        m, total, acc = join_lanes(m, total, acc, k_ptr, LANES)
+                                TILE, True)
+            m, total, acc = attend_tile(q, m, total, acc, stop, end, k, v, last_key, scale, TILE, True, QUERY_LEN > 1,
+                                        WINDOW, SOFTCAP, k_ptr.dtype.element_ty.primitive_bitwidth == 8, EXACT)
+        acc = rows_in_place(acc, k_ptr)
         finish_item(m, total, acc, item, split, splits, sequence, kv_head, row, dims, acc_ptr, stats_ptr, counter_ptr,
                     v_scale_ptr, out_ptr, scales_ptr, input_scale_ptr, pre_quant_ptr, out_stride, num_groups,
                     num_kv_heads, QUERY_LEN, GQA, HEAD_DIM, LIVE2, GATHER, CHUNK, QUANT, GROUP)
 
 
-_Space = tuple[list[tuple[int, int, int]], tuple[int, ...]]
+def _fused(batch: int, sms: int, kv_bytes: int) -> list[dict[str, int]]:
+    """Configs of the kernel that rotates and stores its own token: wide tiles, shared by several warps, so that a short
+    context is one; a long one is a wave or two of programs."""
+    if batch <= 4:
+        tiles = [(128, 8, 2), (256, 8, 2)] if kv_bytes == 1 else [(256, 8, 2), (128, 8, 2)]
+        rules = [(sms, 128), (2 * sms, 128)]
+    else:
+        tiles, rules = [(128, 8, 2) if kv_bytes == 1 else (128, 4, 3), (64, 4, 3)], [(2 * sms, 128)]
+    return [{"FUSED": 1, "TILE": tile, "SPLIT": 0, "TARGET": target, "MIN_SPLIT": least, "TAIL": 1, "num_warps": warps,
+             "num_stages": stages} for tile, warps, stages in tiles for target, least in rules]
 
 
-def _space(batch: int, sms: int, deterministic: bool) -> _Space:
-    """(SPLIT, TARGET, MIN_SPLIT) and FUSED to combine, best guesses first."""
-    if deterministic:
-        return [(512, 0, 0), (256, 0, 0)], (0,)
-    few = [(0, 4 * sms, 256)] if batch <= 4 else []  # a short context stays whole
-    return [(0, 4 * sms, 64), (0, 3 * sms, 128), *few], (1,) if batch <= 4 else (1, 0) if batch <= 16 else (0, 1) \
-        if batch <= 64 else (0,)
+def _lone(sms: int, kv_bytes: int, deterministic: bool) -> list[dict[str, int]]:
+    """Configs of this kernel: one warp a program, many programs."""
+    tiles = [(32, 4, 1), (64, 3, 1)] if kv_bytes == 1 else [(16, 4, 0), (32, 3, 0), (16, 4, 1)]
+    rules = [(512, 0, 0), (256, 0, 0)] if deterministic else [(0, 4 * sms, 64), (0, 3 * sms, 128)]
+    return [{"FUSED": 0, "TILE": tile, "SPLIT": split, "TARGET": target, "MIN_SPLIT": least, "TAIL": tail,
+             "num_warps": 1, "num_stages": stages} for tile, stages, tail in tiles[: 2 if deterministic else None]
+            for split, target, least in rules]
 
 
 def candidates(head_dim: int, block_size: int, kv_bytes: int, device: DeviceFacts, *,
@@ -124,26 +129,20 @@ def candidates(head_dim: int, block_size: int, kv_bytes: int, device: DeviceFact
     element. Deterministic engines get one list for every batch, as a tile is part of a row's arithmetic.
 
     ``FUSED`` 1 means the kernel that rotates and stores its own token (``attention_rope``): it wins by latency at few
-    sequences, and loses at many. ``TAIL`` 1: a context's last tile has code of its own, and the loop over whole tiles
-    is shorter; it has to wait for memory once more, though. 8-bit caches always have it.
+    sequences, and loses at many (and from heads of 256 on, where it spills). ``TAIL`` 1: a context's last tile has code
+    of its own, and the loop over whole tiles is shorter; it has to wait for memory once more, though.
     """
     if block_size != next_pow2(block_size):
         raise ValueError(f"block_size must be a power of two, found {block_size}")
-    rules, fused = _space(batch, max(1, device.num_sms), deterministic)
-    block_d = next_pow2(head_dim)
-    if block_d > 128 and fused == (1,):
-        fused = (1, 0)
-    tiles = [(32, 4, 1), (64, 3, 1)] if kv_bytes == 1 else [(16, 4, 0), (32, 3, 0), (16, 4, 1)]
-    if deterministic:
-        tiles = tiles[:2]
-    held = 2 * block_d * kv_bytes  # bytes a key
-    fitting = [one for one in tiles if max(1, one[1] - 1) * one[0] * held <= device.shared_bytes * 3 // 4]
-    found = [KernelConfig.of("split", TILE=tile, SPLIT=split, TARGET=target, MIN_SPLIT=least, FUSED=one,
-                             TAIL=tail, num_warps=1, num_stages=stages, pdl=device.capability >= 90)
-             for tile, stages, tail in fitting or [(16, 2, 1)]
-             for split, target, least in rules for one in fused
-             if not (one and tail) or (kv_bytes == 1 and tile * held <= 8192)]  # its last tile waits in registers
-    return list(dict.fromkeys(found))
+    sms, block_d = max(1, device.num_sms), next_pow2(head_dim)
+    found = _lone(sms, kv_bytes, deterministic)
+    if not deterministic and block_d <= 128:
+        fused = _fused(batch, sms, kv_bytes)
+        found = fused if batch <= 4 else fused + found if batch <= 16 else found
+    room = device.shared_bytes * 3 // 4
+    fitting = [one for one in found
+               if max(1, one["num_stages"] - 1) * one["TILE"] * 2 * block_d * kv_bytes <= room] or found[-1:]
+    return [KernelConfig.of("split", pdl=device.capability >= 90, **one) for one in fitting]
 
 
 def check_epilogue(quant: ActQuant, group: int, head_dim: int, query_len: int) -> None:

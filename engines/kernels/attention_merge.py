@@ -6,9 +6,8 @@ Of a sequence in several items each leaves a partial per row: m = running maximu
     acc    [capacity, num_kv_heads, query_len * group, head_dim],   stats [.., 2] = (m, l)
 
 They are added in the same kernel, in two steps, and always in the order of the items: whichever program of GATHER
-neighbours arrives last adds theirs (one round of loads), and whichever of those arrives last adds the sums. One
-program that adds up 66 items of a long context is a chain of 17 rounds (an H200: 12 us of 29, 32768 tokens); a second
-kernel costs every short context a launch (1 us a layer).
+neighbours arrives last adds theirs (one round of loads), and where there are more, whichever of those arrives last adds
+the sums. A second kernel would cost every short context a launch (0.7 us a layer).
 
     counters  int32 [capacity + batch, num_kv_heads]: arrivals by the first of such neighbours, then by sequence; zero
               between launches, reset by the last to arrive
@@ -103,25 +102,25 @@ def finish_item(m, total, acc, item, split, splits, sequence, kv_head, row, dims
         leader = item - split % GATHER
         size = tl.minimum(splits - split // GATHER * GATHER, GATHER)
         if _arrived_last(counter_ptr + leader * num_kv_heads + kv_head, size):
-            m8, total8, acc8 = _add_up(leader, size, 1, kv_head, num_kv_heads, rows, dims, acc_ptr, stats_ptr, LIVE,
+            top, weight, sums = _add_up(leader, size, 1, kv_head, num_kv_heads, rows, dims, acc_ptr, stats_ptr, LIVE,
                                        HEAD_DIM, CHUNK)
             done = splits <= GATHER
             if not done:
-                _leave(m8, total8, acc8, leader, kv_head, num_kv_heads, rows, dims, acc_ptr, stats_ptr, LIVE, HEAD_DIM)
+                _leave(top, weight, sums, leader, kv_head, num_kv_heads, rows, dims, acc_ptr, stats_ptr, LIVE, HEAD_DIM)
                 leaders = (splits + GATHER - 1) // GATHER
                 counter = counter_ptr + (tl.num_programs(1) + sequence) * num_kv_heads + kv_head
                 done = _arrived_last(counter, leaders)
                 if done:
-                    m8, total8, acc8 = _add_up(item - split, leaders, GATHER, kv_head, num_kv_heads, rows, dims,
+                    top, weight, sums = _add_up(item - split, leaders, GATHER, kv_head, num_kv_heads, rows, dims,
                                                acc_ptr, stats_ptr, LIVE, HEAD_DIM, CHUNK)
             if done:
-                _store_item(normalised(acc8, total8, v_scale_ptr), sequence, kv_head, rows, dims, out_ptr, scales_ptr,
+                _store_item(normalised(sums, weight, v_scale_ptr), sequence, kv_head, rows, dims, out_ptr, scales_ptr,
                             input_scale_ptr, pre_quant_ptr, out_stride, num_groups, QUERY_LEN, GQA, HEAD_DIM, QUANT,
                             GROUP)
 
 
 def merge_options(live: int, block_d: int, num_warps: int) -> dict[str, int]:
-    """GATHER, how many neighbours are added up first: eight a warp; CHUNK, how many are asked for at once: all of them,
-    or what 128 registers a thread hold."""
-    gather = 8 * num_warps
+    """GATHER, how many neighbours are added up first: 8 by one warp, 16 by more (one long context is 16 items of eight
+    warps); CHUNK, how many of them are asked for at once: what 128 registers a thread hold."""
+    gather = 8 if num_warps == 1 else 16
     return {"GATHER": gather, "CHUNK": max(1, min(gather, 4096 * num_warps // (next_pow2(live) * block_d)))}

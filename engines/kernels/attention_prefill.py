@@ -59,7 +59,7 @@ def _rows_step(q, m, total, acc, start, end, last_key, k_desc, v_desc, first_row
     v = v_desc.load([first_row + start, column])
     if MASKED:  # before the scores: the registers of a tile are not enough for both at once
         v = tl.where(inside[:, None], v, 0.0)
-    return attend(q, m, total, acc, key, inside, k, v, last_key, scale, MASKED, False, True, WINDOW, SOFTCAP, False, 0,
+    return attend(q, m, total, acc, key, inside, k, v, last_key, scale, MASKED, False, True, WINDOW, SOFTCAP, False,
                   EXACT)
 
 

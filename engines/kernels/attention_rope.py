@@ -35,22 +35,9 @@ from engines.kernels import attention_decode, rope_kv
 from engines.kernels.attention_decode import check_epilogue
 from engines.kernels.attention_merge import finish_item, merge_options
 from engines.kernels.attention_plan import Workspace, load_item
-from engines.kernels.attention_step import capped, query_operand, score_scale
-from engines.kernels.attention_walk import (
-    ask_for_blocks,
-    attend_tile,
-    block_numbers,
-    join_lanes,
-    last_tile,
-    load_tile_of,
-    padded_rows,
-    rows_in_place,
-    to_lanes,
-    walk,
-    walk_options,
-)
+from engines.kernels.attention_step import attend, attention_step, capped, load_tile, query_operand, score_scale
 from engines.kernels.impl import KernelConfig
-from engines.kernels.jit import INTERPRETED, ActQuant, gdc_launch, gdc_wait, next_pow2
+from engines.kernels.jit import INTERPRETED, ActQuant, gdc_launch, gdc_wait, launch_options, next_pow2
 from engines.kernels.quantize import check_act
 from engines.kernels.read_ahead import ReadAhead, read_ahead
 from engines.kernels.read_ahead import arguments as read_ahead_arguments
@@ -74,10 +61,9 @@ def rope_decode_kernel(qkv_ptr, cos_sin_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, 
                        num_groups, num_kv_heads, QUERY_LEN: tl.constexpr,
                        GQA: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
                        LIVE2: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
-                       SOFTCAP: tl.constexpr, CHUNK: tl.constexpr, QUANT: tl.constexpr,
+                       SOFTCAP: tl.constexpr, GATHER: tl.constexpr, CHUNK: tl.constexpr, QUANT: tl.constexpr,
                        GROUP: tl.constexpr, EXACT: tl.constexpr, AHEAD: tl.constexpr, THREADS: tl.constexpr,
-                       DELAY: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr, TAIL: tl.constexpr,
-                       LANES: tl.constexpr, GATHER: tl.constexpr) -> None:
+                       DELAY: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr) -> None:
     """One program a (kv head, item)."""
     HALF: tl.constexpr = HEAD_DIM // 2
     kv_head = tl.program_id(0)
@@ -86,6 +72,7 @@ def rope_decode_kernel(qkv_ptr, cos_sin_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, 
     if not EARLY:
         gdc_wait(PDL)
     items, sequence, begin, end, seq_len, split, splits = load_item(plan_ptr, item)
+    begin = begin // TILE * TILE  # so it was cut: now the compiler knows, and 8-bit V travels in runs of keys
     mine = item < items
     if AHEAD and not mine:
         read_ahead(next_ptr, next_chunks, after_ptr, after_chunks, (item - items) * num_kv_heads + kv_head,
@@ -96,16 +83,11 @@ def rope_decode_kernel(qkv_ptr, cos_sin_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, 
     cached_end = tl.minimum(end, last)
     position = tl.maximum(last, 0)
     table = table_ptr + sequence.to(tl.int64) * table_stride
-    if EARLY:
-        ask_for_blocks(begin, cached_end, table, k_ptr, v_ptr, kv_head, num_kv_heads, HEAD_DIM, BLOCK_SIZE)
     dims = tl.arange(0, BLOCK_D)
     real = dims < HEAD_DIM
-    blocks = block_numbers(begin, cached_end, table, k_ptr, BLOCK_SIZE, TILE, LANES)
-    stop = cached_end
-    if TAIL:
-        stop = last_tile(begin, cached_end, TILE)
-        k, v = load_tile_of(block_numbers(stop, cached_end, table, k_ptr, BLOCK_SIZE, TILE, LANES), stop, cached_end,
-                            k_ptr, v_ptr, kv_head, num_kv_heads, dims, HEAD_DIM, BLOCK_SIZE, TILE, LANES, True)
+    start = tl.where(mine, begin + tl.maximum(cached_end - begin - 1, 0) // TILE * TILE, 0)
+    key, inside, k, v = load_tile(start, cached_end, table, k_ptr, v_ptr, kv_head, num_kv_heads, 0, dims, HEAD_DIM,
+                                  BLOCK_SIZE, TILE, True)
     angle = cos_sin_ptr + position.to(tl.int64) * HEAD_DIM + tl.where(dims < HALF, dims, dims - HALF)
     cos = tl.load(angle, mask=real, other=0.0)
     sin = tl.load(angle + HALF, mask=real, other=0.0) * tl.where(dims < HALF, -1.0, 1.0)
@@ -138,15 +120,13 @@ def rope_decode_kernel(qkv_ptr, cos_sin_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, 
         m = tl.where(owner, s, float("-inf"))
         total = tl.where(owner, tl.full((ROWS,), 1.0, tl.float32), 0.0)
         acc = tl.where(owner, tl.broadcast_to(new_v.to(tl.float32)[None, :], (ROWS, BLOCK_D)), 0.0)
-        q, m, total, acc = to_lanes(rows_in_place(q, k_ptr), m, total, rows_in_place(acc, k_ptr), LANES)
         last_key = position + row * 0
-        m, total, acc, blocks = walk(q, m, total, acc, begin, cached_end, stop, blocks, last_key, table, k_ptr, v_ptr,
-                                     kv_head, num_kv_heads, dims, scale, HEAD_DIM, BLOCK_SIZE, TILE, LANES, not TAIL,
-                                     False, WINDOW, SOFTCAP, EXACT)
-        if TAIL:
-            m, total, acc = attend_tile(q, m, total, acc, stop, cached_end, k, v, last_key, scale, TILE, LANES, True,
-                                        False, WINDOW, SOFTCAP, k_ptr.dtype.element_ty.primitive_bitwidth == 8, EXACT)
-        m, total, acc = join_lanes(m, total, acc, k_ptr, LANES)
+        m, total, acc = attend(q, m, total, acc, key, inside, k, v, last_key, scale, True,
+                               v_ptr.dtype.element_ty.primitive_bitwidth == 8, False, WINDOW, SOFTCAP, False, EXACT)
+        for at_key in tl.range(begin, start, TILE):
+            m, total, acc = attention_step(q, m, total, acc, at_key, cached_end, last_key, table, k_ptr, v_ptr, kv_head,
+                                           num_kv_heads, 0, dims, scale, HEAD_DIM, BLOCK_SIZE, TILE, False, False,
+                                           WINDOW, SOFTCAP, EXACT)
         finish_item(m, total, acc, item, split, splits, sequence, kv_head, row, dims, acc_ptr, stats_ptr, counter_ptr,
                     v_scale_ptr, out_ptr, scales_ptr, input_scale_ptr, pre_quant_ptr, out_stride, num_groups,
                     num_kv_heads, QUERY_LEN, GQA, HEAD_DIM, LIVE2, GATHER, CHUNK, QUANT, GROUP)
@@ -190,9 +170,7 @@ def launch(qkv: torch.Tensor, cos_sin: torch.Tensor, k_cache: torch.Tensor, v_ca
     check_act(out, qkv.shape[0], num_heads * head_dim, quant, group, input_scale, scales)
     if not work.batch:
         return out
-    gqa, block_d = num_heads // num_kv_heads, next_pow2(head_dim)
-    rows = padded_rows(gqa, k_cache)
-    options = walk_options(config, rows, block_d)
+    gqa, block_d, options = num_heads // num_kv_heads, next_pow2(head_dim), launch_options(config)
     num_groups = num_heads * head_dim // group if group else 0
     common: dict[str, Any] = {"QUERY_LEN": 1, "GQA": gqa, "HEAD_DIM": head_dim, "BLOCK_D": block_d,
                               "QUANT": int(quant), "GROUP": group}
@@ -200,10 +178,10 @@ def launch(qkv: torch.Tensor, cos_sin: torch.Tensor, k_cache: torch.Tensor, v_ca
     rope_decode_kernel[(num_kv_heads, work.capacity)](
         qkv, cos_sin, k_cache, v_cache, block_table, work.plan, work.acc, work.stats, work.counters, k_scale, v_scale,
         out, scales, input_scale, pre_quant_scale, *following, sm_scale, qkv.stride(0), block_table.stride(0),
-        out.stride(0), num_groups, num_kv_heads, ROWS=rows, LIVE2=next_pow2(gqa),
+        out.stride(0), num_groups, num_kv_heads, ROWS=max(16, next_pow2(gqa)), LIVE2=next_pow2(gqa),
         BLOCK_SIZE=block_size, TILE=config["TILE"], WINDOW=work.window, SOFTCAP=softcap,
-        EXACT=INTERPRETED, EARLY=early and config.pdl, **merge_options(gqa, block_d, options["num_warps"]),
-        TAIL=bool(k_scale is not None or config.get("TAIL")), **how, **common, **options)
+        EXACT=INTERPRETED, EARLY=early and config.pdl, **merge_options(gqa, block_d, config.num_warps), **how, **common,
+        **options)
     return out
 
 

@@ -108,34 +108,32 @@ def capped(s, scale, SOFTCAP: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def by_key(x, KEYS_FIRST: tl.constexpr, LANES: tl.constexpr) -> tl.tensor:
-    """A number a key against [rows, keys], or [keys, rows] with KEYS_FIRST; with LANES, x and those have one more
-    dimension in front."""
+def by_key(x, KEYS_FIRST: tl.constexpr) -> tl.tensor:
+    """A number a key against scores: [rows, keys], or [keys, rows] with KEYS_FIRST."""
     if KEYS_FIRST:
-        r = tl.expand_dims(x, 2 if LANES else 1)
+        r = x[:, None]
     else:
-        r = tl.expand_dims(x, 1 if LANES else 0)
+        r = x[None, :]
     return r
 
 
 @triton.jit
-def by_row(x, KEYS_FIRST: tl.constexpr, LANES: tl.constexpr) -> tl.tensor:
-    """A number a row against the same."""
-    return by_key(x, not KEYS_FIRST, LANES)
+def by_row(x, KEYS_FIRST: tl.constexpr) -> tl.tensor:
+    """A number a row against scores or sums."""
+    return by_key(x, not KEYS_FIRST)
 
 
 @triton.jit
 def attend(q, m, total, acc, key, inside, k, v, last_key, scale, MASKED: tl.constexpr, CLEAR: tl.constexpr,
            CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, KEYS_FIRST: tl.constexpr,
-           LANES: tl.constexpr, EXACT: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+           EXACT: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """One loaded tile through the online softmax; returns the new (m, total, acc). MASKED: some keys may not be seen;
     CLEAR: what v has beyond ``inside`` is no zero yet.
 
     q [R, D], k [D, TILE], v [TILE, D], acc [R, D]; all of them turned with KEYS_FIRST. ``last_key`` [R] is each row's
-    own position: CAUSAL hides keys after it, WINDOW those WINDOW or more before it. LANES: every tensor but ``scale``
-    has one more dimension in front (``attention_walk``).
+    own position: CAUSAL hides keys after it, WINDOW those WINDOW or more before it.
     """
-    KEYS: tl.constexpr = (0 if KEYS_FIRST else 1) + (1 if LANES else 0)
+    KEYS: tl.constexpr = 0 if KEYS_FIRST else 1
     k = dot_operand(k, EXACT)
     if KEYS_FIRST:
         s = tl.dot(k, q)
@@ -145,23 +143,23 @@ def attend(q, m, total, acc, key, inside, k, v, last_key, scale, MASKED: tl.cons
         s = capped(s, scale, SOFTCAP)
         scale = 1.0
     if MASKED:
-        seen = by_key(inside, KEYS_FIRST, LANES)
+        seen = by_key(inside, KEYS_FIRST)
         if CAUSAL:
-            seen = seen & (by_key(key, KEYS_FIRST, LANES) <= by_row(last_key, KEYS_FIRST, LANES))
+            seen = seen & (by_key(key, KEYS_FIRST) <= by_row(last_key, KEYS_FIRST))
         if WINDOW > 0:
-            seen = seen & (by_key(key, KEYS_FIRST, LANES) > by_row(last_key, KEYS_FIRST, LANES) - WINDOW)
+            seen = seen & (by_key(key, KEYS_FIRST) > by_row(last_key, KEYS_FIRST) - WINDOW)
         s = tl.where(seen, s, float("-inf"))
     m_new = tl.maximum(m, tl.max(s, KEYS) * scale)
     safe = m_new
     if MASKED:
         safe = tl.where(m_new == float("-inf"), 0.0, m_new)
-    p = tl.exp2(s * scale - by_row(safe, KEYS_FIRST, LANES))
+    p = tl.exp2(s * scale - by_row(safe, KEYS_FIRST))
     old = tl.exp2(m - safe)
     total = total * old + tl.sum(p, KEYS)
     v = dot_operand(v, EXACT)
     if CLEAR:
-        v = tl.where(by_row(inside, KEYS_FIRST, LANES), v, 0.0)
-    acc *= by_row(old, KEYS_FIRST, LANES)
+        v = tl.where(by_row(inside, KEYS_FIRST), v, 0.0)
+    acc *= by_row(old, KEYS_FIRST)
     if KEYS_FIRST:
         acc = tl.dot(v, p.to(v.dtype), acc)
     else:
@@ -178,7 +176,7 @@ def attention_step(q, m, total, acc, start, end, last_key, table_ptr, k_ptr, v_p
     key, inside, k, v = load_tile(start, end, table_ptr, k_ptr, v_ptr, kv_head, num_kv_heads, kv_stride, dims, HEAD_DIM,
                                   BLOCK_SIZE, TILE, PARTIAL)
     return attend(q, m, total, acc, key, inside, k, v, last_key, scale, PARTIAL or CAUSAL or WINDOW > 0,
-                  PARTIAL and v_ptr.dtype.element_ty.primitive_bitwidth == 8, CAUSAL, WINDOW, SOFTCAP, False, 0,
+                  PARTIAL and v_ptr.dtype.element_ty.primitive_bitwidth == 8, CAUSAL, WINDOW, SOFTCAP, False,
                   EXACT)
 
 

@@ -1,11 +1,9 @@
 """How one program of decode attention walks over its keys: the cache's blocks in tiles, through the online softmax.
 
-**Warps that do not meet.** The rows of a tile are the few q heads of one kv head, so warps that share a tile cost it a
-dozen barriers: maxima, sums and probabilities all travel between them. So either a program is one warp, and a
-multiprocessor holds enough of them to keep the memory busy (an H200, 16 sequences of 32768 tokens, 8-bit cache: 248 us
-a layer, 361 with four warps on a tile), or each of its warps is a *lane* with keys and an online softmax of its own, a
-leading dimension of every tensor here, and lanes are added up once, at the end. LANES 0: no lanes (one warp; or more
-rows than one holds, see ``walk_options``).
+**One warp a program.** The rows of a tile are the few q heads of one kv head, so with several warps each tile would
+cost a dozen barriers: maxima, sums and probabilities all travel between warps. Alone, a warp meets nobody, and a
+multiprocessor holds enough such programs to keep the memory busy (an H200, 16 sequences of 32768 tokens, 8-bit cache:
+248 us a layer, 361 with four warps; one of 1024: 3.6 us, 8.1).
 
 **Block numbers travel ahead.** The numbers of the next tile's blocks are read while this tile is worked on and carried
 into the next turn. Read where they are used, they would be a second level of indirection: Triton's pipeliner would
@@ -26,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engines.kernels.attention_step import attend, by_key, by_row
+from engines.kernels.attention_step import attend
 from engines.kernels.impl import KernelConfig
 from engines.kernels.jit import launch_options, next_pow2
 
@@ -39,11 +37,9 @@ def padded_rows(live: int, cache: torch.Tensor) -> int:
 
 
 def walk_options(config: KernelConfig, rows: int, block_d: int) -> dict[str, Any]:
-    """``launch_options`` and LANES. A warp holds 16 x 128 float32 sums in registers; where drafted tokens or wide heads
-    make more, more warps share a tile."""
-    options, share = launch_options(config), max(1, rows * block_d // _SUMS_A_WARP)
-    lanes = config.num_warps if config.num_warps > 1 and share == 1 else 0
-    return options | {"LANES": lanes, "num_warps": min(8, config.num_warps * share)}
+    """``launch_options`` with the warps that ``rows`` x ``block_d`` float32 sums need: a warp holds 16 x 128 of them in
+    registers, and drafted tokens or wide heads make more."""
+    return launch_options(config) | {"num_warps": config.num_warps * max(1, rows * block_d // _SUMS_A_WARP)}
 
 
 @triton.jit
@@ -55,75 +51,32 @@ def rows_in_place(x, k_ptr) -> tl.tensor:
 
 
 @triton.jit
-def to_lanes(q, m, total, acc, LANES: tl.constexpr) -> tuple[tl.tensor, ...]:
-    """What a program begins with, a lane at a time: q in each, the sums in the first."""
-    if LANES:
-        first = tl.arange(0, LANES) == 0
-        q = tl.broadcast_to(q[None, :, :], (LANES, q.shape[0], q.shape[1]))
-        m = tl.where(first[:, None], m[None, :], float("-inf"))
-        total = tl.where(first[:, None], total[None, :], 0.0)
-        acc = tl.where(first[:, None, None], acc[None, :, :], 0.0)
-    return q, m, total, acc
-
-
-@triton.jit
-def join_lanes(m, total, acc, k_ptr, LANES: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """(m, total [R], acc [R, D]) of all lanes together."""
-    if LANES:
-        top = tl.max(m, 0)
-        part = tl.exp2(m - tl.where(top == float("-inf"), 0.0, top)[None, :])
-        total = tl.sum(total * part, 0)
-        acc = tl.sum(acc * by_row(part, k_ptr.dtype.element_ty.primitive_bitwidth == 8, LANES), 0)
-        m = top
-    return m, total, rows_in_place(acc, k_ptr)
-
-
-@triton.jit
-def _keys(start, TILE: tl.constexpr, LANES: tl.constexpr) -> tl.tensor:
-    """Keys of the tile at ``start``: [TILE], or [LANES, TILE // LANES]."""
-    if LANES:
-        r = start + (tl.arange(0, LANES) * (TILE // LANES))[:, None] + tl.arange(0, TILE // LANES)[None, :]
-    else:
-        r = start + tl.arange(0, TILE)
-    return r
-
-
-@triton.jit
-def block_numbers(start, end, table, k_ptr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr
-                  ) -> tl.tensor:
-    """The cache blocks of the tile at ``start``, 0 from ``end`` on: a number for EACH so many keys that lie in one
-    block, which is all keys of a block (or of a lane) for 8-bit caches, and where a lane is no longer than a block."""
-    LANE: tl.constexpr = TILE // max(1, LANES)
+def block_numbers(start, end, table, k_ptr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr) -> tl.tensor:
+    """The cache blocks of the tile at ``start``, 0 from ``end`` on: a number a block (or part of one) where the tile is
+    made of whole ones, as 8-bit caches have it, or lies in one; else a number a key."""
     CODES: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth == 8
-    EACH: tl.constexpr = min(BLOCK_SIZE, LANE) if CODES or BLOCK_SIZE >= LANE else 1
+    EACH: tl.constexpr = min(BLOCK_SIZE, TILE) if CODES or BLOCK_SIZE >= TILE else 1
     key = start // TILE * TILE + tl.arange(0, TILE // EACH) * EACH
     return tl.load(table + key // BLOCK_SIZE, mask=key < end, other=0)
 
 
 @triton.jit
 def _whole_blocks(blocks, start, end, k_ptr, v_ptr, kv_head, num_kv_heads, dims, HEAD_DIM: tl.constexpr,
-                  BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr, PARTIAL: tl.constexpr
-                  ) -> tuple[tl.tensor, tl.tensor]:
-    """(k [TILE, D], v [D, TILE]) of an 8-bit cache, or of each lane. PARTIAL: zeros beyond ``end``, but up to RUN codes
-    of v, which are what the block holds (masked one by one they would travel one by one)."""
-    LANE: tl.constexpr = TILE // max(1, LANES)
-    EACH: tl.constexpr = min(BLOCK_SIZE, LANE)
+                  BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, PARTIAL: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """(k [TILE, D], v [D, TILE]) of an 8-bit cache. PARTIAL: zeros beyond ``end``, but up to RUN codes of v, which are
+    what the block holds (masked one by one they would travel one by one)."""
+    EACH: tl.constexpr = min(BLOCK_SIZE, TILE)
     RUN: tl.constexpr = min(EACH, 16)
-    D: tl.constexpr = dims.shape[0]
-    piece = tl.arange(0, TILE // EACH) * EACH
+    run = ((blocks.to(tl.int64) * num_kv_heads + kv_head) * (BLOCK_SIZE * HEAD_DIM))[:, None, None]
     inner = tl.arange(0, EACH)
-    run = (blocks.to(tl.int64) * num_kv_heads + kv_head) * (BLOCK_SIZE * HEAD_DIM)
-    k_run = run
-    v_run = run
-    if BLOCK_SIZE > EACH:
-        k_run += (start + piece) % BLOCK_SIZE * HEAD_DIM
-        v_run += (start + piece) % BLOCK_SIZE
-    k_at = k_ptr + k_run[:, None, None] + (inner * HEAD_DIM)[None, :, None] + dims[None, None, :]
-    v_at = v_ptr + v_run[:, None, None] + (dims * BLOCK_SIZE)[None, :, None] + inner[None, None, :]
+    if BLOCK_SIZE > TILE:
+        inner += start % BLOCK_SIZE
+    k_at = k_ptr + run + (inner * HEAD_DIM)[None, :, None] + dims[None, None, :]
+    v_at = v_ptr + run + (dims * BLOCK_SIZE)[None, :, None] + inner[None, None, :]
     real = dims < HEAD_DIM
-    PADDED: tl.constexpr = D != HEAD_DIM
+    PADDED: tl.constexpr = dims.shape[0] != HEAD_DIM
     if PARTIAL:
-        key = start + piece[:, None] + inner[None, :]
+        key = start + (tl.arange(0, TILE // EACH) * EACH)[:, None] + tl.arange(0, EACH)[None, :]
         inside = (key < end)[:, :, None]
         near = (key // RUN * RUN < end)[:, None, :]
         k = tl.load(k_at, mask=inside & real[None, None, :] if PADDED else inside, other=0.0)
@@ -134,42 +87,31 @@ def _whole_blocks(blocks, start, end, k_ptr, v_ptr, kv_head, num_kv_heads, dims,
     else:
         k = tl.load(k_at)
         v = tl.load(v_at)
-    if LANES:
-        k = tl.reshape(k, (LANES, LANE, D))
-        v = tl.reshape(tl.permute(tl.reshape(v, (LANES, LANE // EACH, D, EACH)), (0, 2, 1, 3)), (LANES, D, LANE))
-    else:
-        k = tl.reshape(k, (TILE, D))
-        v = tl.reshape(tl.permute(v, (1, 0, 2)), (D, TILE))
-    return k, v
+    return tl.reshape(k, (TILE, dims.shape[0])), tl.reshape(tl.permute(v, (1, 0, 2)), (dims.shape[0], TILE))
 
 
 @triton.jit
 def _key_by_key(blocks, start, end, k_ptr, v_ptr, kv_head, num_kv_heads, dims, HEAD_DIM: tl.constexpr,
-                BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr, PARTIAL: tl.constexpr
-                ) -> tuple[tl.tensor, tl.tensor]:
-    """(k [D, TILE], v [TILE, D]) of a 16-bit cache, or of each lane; zeros beyond ``end`` where it may be PARTIAL.
-    Where a lane lies in one block, all its addresses are that block's and constants."""
-    LANE: tl.constexpr = TILE // max(1, LANES)
-    key = _keys(start, TILE, LANES)
-    if LANES:  # before the multiplication: alignment is not seen through a change of shape
-        blocks = tl.reshape(blocks, (LANES, 1 if BLOCK_SIZE >= LANE else LANE))
+                BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, PARTIAL: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """(k [D, TILE], v [TILE, D]) of a 16-bit cache; zeros beyond ``end`` where the tile may be PARTIAL. ``blocks``: a
+    number a key, or one where the tile lies in one block (all addresses are then that number and constants)."""
+    key = start + tl.arange(0, TILE)
     run = (blocks.to(tl.int64) * num_kv_heads + kv_head) * (BLOCK_SIZE * HEAD_DIM)
-    if BLOCK_SIZE == LANE:
-        inner = _keys(0, TILE, LANES) % BLOCK_SIZE * HEAD_DIM
+    if BLOCK_SIZE == TILE:
+        inner = tl.arange(0, TILE) * HEAD_DIM
     else:
         inner = key % BLOCK_SIZE * HEAD_DIM
-    k_at = k_ptr + by_key(run, False, LANES) + (by_key(inner, False, LANES) + dims[:, None])
-    v_at = v_ptr + by_key(run, True, LANES) + (by_key(inner, True, LANES) + dims[None, :])
-    k_inside = by_key(key < end, False, LANES)
-    v_inside = by_key(key < end, True, LANES)
+    k_at = k_ptr + run[None, :] + (inner[None, :] + dims[:, None])
+    v_at = v_ptr + run[:, None] + (inner[:, None] + dims[None, :])
+    inside = key < end
     real = dims < HEAD_DIM
     PADDED: tl.constexpr = dims.shape[0] != HEAD_DIM
     if PARTIAL and PADDED:
-        k = tl.load(k_at, mask=k_inside & real[:, None], other=0.0)
-        v = tl.load(v_at, mask=v_inside & real[None, :], other=0.0)
+        k = tl.load(k_at, mask=inside[None, :] & real[:, None], other=0.0)
+        v = tl.load(v_at, mask=inside[:, None] & real[None, :], other=0.0)
     elif PARTIAL:
-        k = tl.load(k_at, mask=k_inside, other=0.0)
-        v = tl.load(v_at, mask=v_inside, other=0.0)
+        k = tl.load(k_at, mask=inside[None, :], other=0.0)
+        v = tl.load(v_at, mask=inside[:, None], other=0.0)
     elif PADDED:
         k = tl.load(k_at, mask=real[:, None], other=0.0)
         v = tl.load(v_at, mask=real[None, :], other=0.0)
@@ -181,28 +123,25 @@ def _key_by_key(blocks, start, end, k_ptr, v_ptr, kv_head, num_kv_heads, dims, H
 
 @triton.jit
 def load_tile_of(blocks, start, end, k_ptr, v_ptr, kv_head, num_kv_heads, dims, HEAD_DIM: tl.constexpr,
-                 BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr, PARTIAL: tl.constexpr
-                 ) -> tuple[tl.tensor, tl.tensor]:
+                 BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, PARTIAL: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """(k, v) of the tile at ``start`` as ``attend`` takes them."""
     if k_ptr.dtype.element_ty.primitive_bitwidth == 8:
         k, v = _whole_blocks(blocks, start, end, k_ptr, v_ptr, kv_head, num_kv_heads, dims, HEAD_DIM, BLOCK_SIZE, TILE,
-                             LANES, PARTIAL)
+                             PARTIAL)
     else:
         k, v = _key_by_key(blocks, start, end, k_ptr, v_ptr, kv_head, num_kv_heads, dims, HEAD_DIM, BLOCK_SIZE, TILE,
-                           LANES, PARTIAL)
+                           PARTIAL)
     return k, v
 
 
 @triton.jit
-def attend_tile(q, m, total, acc, start, end, k, v, last_key, scale, TILE: tl.constexpr, LANES: tl.constexpr,
-                PARTIAL: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
-                CODES: tl.constexpr, EXACT: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """A loaded tile through the softmax. ``last_key`` [R]."""
-    key = _keys(start, TILE, LANES)
-    if LANES:
-        last_key = last_key[None, :]
+def attend_tile(q, m, total, acc, start, end, k, v, last_key, scale, TILE: tl.constexpr, PARTIAL: tl.constexpr,
+                CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, CODES: tl.constexpr,
+                EXACT: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """A loaded tile through the softmax."""
+    key = start + tl.arange(0, TILE)
     return attend(q, m, total, acc, key, key < end, k, v, last_key, scale, PARTIAL or CAUSAL or WINDOW > 0,
-                  PARTIAL and CODES, CAUSAL, WINDOW, SOFTCAP, CODES, LANES, EXACT)
+                  PARTIAL and CODES, CAUSAL, WINDOW, SOFTCAP, CODES, EXACT)
 
 
 @triton.jit
@@ -214,41 +153,20 @@ def last_tile(begin, end, TILE: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def walk(q, m, total, acc, begin, end, stop, blocks, last_key, table, k_ptr, v_ptr, kv_head, num_kv_heads, dims, scale,
-         HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, LANES: tl.constexpr,
-         PARTIAL: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr
+         HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, PARTIAL: tl.constexpr,
+         CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr
          ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Tiles of a context from ``begin`` (a multiple of TILE) until ``stop``, through the softmax: (m, total, acc), and
     the block numbers of the tile at ``stop``. ``end``: of the keys; only PARTIAL walks may reach it within a tile.
 
-    ``q`` and ``acc`` [R, D] lie as ``rows_in_place`` and ``to_lanes`` put them; ``blocks``: those of ``begin``.
+    ``q`` and ``acc`` [R, D] lie as ``rows_in_place`` puts them; ``blocks``: those of ``begin``.
     """
     begin = begin // TILE * TILE  # so it was cut: now the compiler knows, and codes travel in runs
     for start in tl.range(begin, stop, TILE):
         here = blocks
-        blocks = block_numbers(start + TILE, end, table, k_ptr, BLOCK_SIZE, TILE, LANES)
+        blocks = block_numbers(start + TILE, end, table, k_ptr, BLOCK_SIZE, TILE)
         k, v = load_tile_of(here, start, end, k_ptr, v_ptr, kv_head, num_kv_heads, dims, HEAD_DIM, BLOCK_SIZE, TILE,
-                            LANES, PARTIAL)
-        m, total, acc = attend_tile(q, m, total, acc, start, end, k, v, last_key, scale, TILE, LANES, PARTIAL, CAUSAL,
-                                    WINDOW, SOFTCAP, k_ptr.dtype.element_ty.primitive_bitwidth == 8, EXACT)
+                            PARTIAL)
+        m, total, acc = attend_tile(q, m, total, acc, start, end, k, v, last_key, scale, TILE, PARTIAL, CAUSAL, WINDOW,
+                                    SOFTCAP, k_ptr.dtype.element_ty.primitive_bitwidth == 8, EXACT)
     return m, total, acc, blocks
-
-
-@triton.jit
-def _ask(pointers, wanted, BYTES: tl.constexpr) -> None:
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.b32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $3; mov.b32 $0, 0; }",
-        "=r,l,r,n", [pointers, wanted.to(tl.int32), BYTES], dtype=tl.int32, is_pure=False, pack=1)
-
-
-@triton.jit
-def ask_for_blocks(begin, end, table, k_ptr, v_ptr, kv_head, num_kv_heads, HEAD_DIM: tl.constexpr,
-                   BLOCK_SIZE: tl.constexpr) -> None:
-    """Bring keys and values of the four blocks from ``begin`` on into L2: no register holds them, nothing waits. (Of
-    long contexts all programs together would ask for more than L2 holds.)"""
-    BYTES: tl.constexpr = BLOCK_SIZE * HEAD_DIM * k_ptr.dtype.element_ty.primitive_bitwidth // 8
-    key = begin // BLOCK_SIZE * BLOCK_SIZE + tl.arange(0, 4) * BLOCK_SIZE
-    wanted = key < end
-    block = tl.load(table + key // BLOCK_SIZE, mask=wanted, other=0).to(tl.int64)
-    run = (block * num_kv_heads + kv_head) * BYTES
-    _ask(k_ptr.to(tl.int64) + run, wanted, BYTES)
-    _ask(v_ptr.to(tl.int64) + run, wanted, BYTES)

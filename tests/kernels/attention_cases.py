@@ -6,17 +6,15 @@ import torch
 
 from engines.kernels.impl import KernelConfig
 
-def _split(tile: int, target: int, least: int, split: int = 0, **keys: int) -> KernelConfig:
-    return KernelConfig.of("split", TILE=tile, SPLIT=split, TARGET=target, MIN_SPLIT=least,
-                           **({"TAIL": 0, "num_warps": 1} | keys))
+
+def _split(tile: int, target: int, least: int, split: int = 0, tail: int = 0) -> KernelConfig:
+    return KernelConfig.of("split", TILE=tile, SPLIT=split, TARGET=target, MIN_SPLIT=least, TAIL=tail, num_warps=1)
 
 
 BALANCED = _split(16, 12, 16)
 MANY = _split(16, 96, 16)  # more items a sequence than eight
 WIDE = _split(32, 12, 32)  # a tile over several blocks
-TAILED = _split(32, 12, 32, TAIL=1)
-LANES = _split(64, 12, 64, num_warps=4)
-LANES_TAILED = _split(64, 12, 64, num_warps=2, TAIL=1)
+TAILED = _split(32, 12, 32, tail=1)
 FIXED = _split(16, 0, 0, 32)
 
 

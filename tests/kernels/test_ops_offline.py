@@ -33,14 +33,14 @@ HEAD = {"GQA": 4, "HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_SIZE": 16, "TILE": 64,
         "QUANT": 0,
         "EXACT": False, "pre_quant_ptr": None, "input_scale_ptr": None}
 AHEAD = {"AHEAD": 1, "THREADS": 32, "DELAY": 500}
-DECODE = HEAD | AHEAD | {"TAIL": False, "QUERY_LEN": 1, "ROWS": 16, "LIVE2": 4, "CHUNK": 8, "GATHER": 8, "LANES": 0, "GROUP": 0,
+DECODE = HEAD | AHEAD | {"TAIL": False, "QUERY_LEN": 1, "ROWS": 16, "LIVE2": 4, "CHUNK": 8, "GATHER": 8, "GROUP": 0,
                          "scales_ptr": None, "TILE": 32}
-FOUR = {"LANES": 4, "TILE": 128, "GATHER": 32, "CHUNK": 32, "THREADS": 128}
 CODES = {"TAIL": True, "ROWS": 8}
 UNSCALED = {"k_scale_ptr": None, "v_scale_ptr": None}
 NO_ROWS = {"k_desc": None, "v_desc": None}
 ROW = {"pre_quant_ptr": None, "rows_ptr": None, "BLOCK": 4096, "FENCE": True}
-ROPE = DECODE | {"EARLY": True}
+ROPE = {name: value for name, value in DECODE.items() if name != "TAIL"} | {"EARLY": True, "GATHER": 16, "CHUNK": 16,
+                                                                            "THREADS": 256}
 LONE = {"num_warps": 1, "out_ptr": "*bf16"}
 FP8 = {"k_ptr": "*fp8e4nv", "v_ptr": "*fp8e4nv"}
 JOBS = {
@@ -59,17 +59,12 @@ JOBS = {
                        v_ptr="*i8"),
     "decode fp8, drafted": job(attention_decode.decode_kernel, 90, DECODE | CODES | {"QUERY_LEN": 5, "ROWS": 32,
                                "LIVE2": 32, "CHUNK": 1}, out_ptr="*bf16", num_warps=2, num_stages=4, **FP8),
-    "rope decode bf16": job(attention_rope.rope_decode_kernel, 90, ROPE | UNSCALED, **LONE, num_stages=3,
-                            k_ptr="*bf16", v_ptr="*bf16"),
-    "rope decode bf16, lanes": job(attention_rope.rope_decode_kernel, 90, ROPE | UNSCALED | FOUR | {"TILE": 64},
-                                   num_warps=4, num_stages=4, k_ptr="*bf16", v_ptr="*bf16", out_ptr="*bf16"),
-    "rope decode bf16, wide lanes": job(attention_rope.rope_decode_kernel, 90, ROPE | UNSCALED | FOUR, num_warps=4,
-                                        num_stages=3, k_ptr="*bf16", v_ptr="*bf16", out_ptr="*bf16"),
-    "rope decode fp8, lanes": job(attention_rope.rope_decode_kernel, 90, ROPE | CODES | FOUR, num_warps=4, num_stages=3,
-                                  out_ptr="*bf16", **FP8),
-    "rope decode fp8, eight lanes": job(attention_rope.rope_decode_kernel, 90, ROPE | CODES | FOUR | {"TILE": 256, "LANES": 8, "GATHER": 64, "CHUNK": 64}, num_warps=8, num_stages=2,
-                                  out_ptr="*bf16", **FP8),
-    "rope decode fp8": job(attention_rope.rope_decode_kernel, 90, ROPE | CODES, **LONE, num_stages=4, **FP8),
+    "rope decode bf16": job(attention_rope.rope_decode_kernel, 90, ROPE | UNSCALED | {"TILE": 128}, num_stages=3,
+                            k_ptr="*bf16", v_ptr="*bf16", out_ptr="*bf16"),
+    "rope decode bf16, one wide tile": job(attention_rope.rope_decode_kernel, 90, ROPE | UNSCALED | {"TILE": 256},
+                                           num_warps=8, num_stages=2, k_ptr="*bf16", v_ptr="*bf16", out_ptr="*bf16"),
+    "rope decode fp8": job(attention_rope.rope_decode_kernel, 90, ROPE | {"TILE": 128}, num_warps=8, num_stages=2,
+                           out_ptr="*bf16", **FP8),
     "prefill bf16": job(attention_prefill.prefill_kernel, 90, HEAD | UNSCALED | NO_ROWS | {"ROWS": 128}, num_warps=8,
                         num_stages=3, k_ptr="*bf16", v_ptr="*bf16", out_ptr="*bf16"),
     "prefill rows": job(attention_prefill.prefill_kernel, 90, HEAD | UNSCALED | {
