@@ -102,16 +102,11 @@ def decode_kernel(q_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, acc_ptr, stats_ptr, 
                     num_kv_heads, QUERY_LEN, GQA, HEAD_DIM, LIVE2, GATHER, CHUNK, QUANT, GROUP)
 
 
-def _fused(batch: int, sms: int, kv_bytes: int) -> list[dict[str, int]]:
-    """Configs of the kernel that rotates and stores its own token: wide tiles, shared by several warps, so that a short
+def _fused(sms: int, kv_bytes: int) -> list[dict[str, int]]:
+    """Configs of the kernel that rotates and stores its own token: wide tiles, shared by eight warps, so that a short
     context is one; a long one is a wave or two of programs."""
-    if batch <= 4:
-        tiles = [(128, 8, 2), (256, 8, 2)] if kv_bytes == 1 else [(256, 8, 2), (128, 8, 2)]
-        rules = [(sms, 128), (2 * sms, 128)]
-    else:
-        tiles, rules = [(128, 8, 2) if kv_bytes == 1 else (128, 4, 3), (64, 4, 3)], [(2 * sms, 128)]
-    return [{"FUSED": 1, "TILE": tile, "SPLIT": 0, "TARGET": target, "MIN_SPLIT": least, "TAIL": 1, "num_warps": warps,
-             "num_stages": stages} for tile, warps, stages in tiles for target, least in rules]
+    return [{"FUSED": 1, "TILE": tile, "SPLIT": 0, "TARGET": target, "MIN_SPLIT": 128, "TAIL": 1, "num_warps": 8,
+             "num_stages": 2} for tile in ((128, 256) if kv_bytes == 1 else (256, 128)) for target in (sms, 2 * sms)]
 
 
 def _lone(sms: int, kv_bytes: int, deterministic: bool) -> list[dict[str, int]]:
@@ -128,17 +123,17 @@ def candidates(head_dim: int, block_size: int, kv_bytes: int, device: DeviceFact
     """Tiles and split rules to try for about ``batch`` sequences; the first is the default. ``kv_bytes``: of one cache
     element. Deterministic engines get one list for every batch, as a tile is part of a row's arithmetic.
 
-    ``FUSED`` 1 means the kernel that rotates and stores its own token (``attention_rope``): it wins by latency at few
-    sequences, and loses at many (and from heads of 256 on, where it spills). ``TAIL`` 1: a context's last tile has code
-    of its own, and the loop over whole tiles is shorter; it has to wait for memory once more, though.
+    ``FUSED`` 1 means the kernel that rotates and stores its own token (``attention_rope``). Up to four sequences it
+    wins by latency (an H200, fp8, 8-bit cache: one short context 2.48 ms a step, 2.60 with one warp a program, though
+    one of 32768 takes 4.2 and 3.6); from eight on it wins nothing (2.70 and 2.68; 16 x 8192: 8.3 and 5.1); with heads
+    of 256 it spills. ``TAIL`` 1: a context's last tile has code of its own, and the loop over whole tiles is shorter;
+    it has to wait for memory once more, though.
     """
     if block_size != next_pow2(block_size):
         raise ValueError(f"block_size must be a power of two, found {block_size}")
     sms, block_d = max(1, device.num_sms), next_pow2(head_dim)
-    found = _lone(sms, kv_bytes, deterministic)
-    if not deterministic and block_d <= 128:
-        fused = _fused(batch, sms, kv_bytes)
-        found = fused if batch <= 4 else fused + found if batch <= 16 else found
+    few = batch <= 4 and block_d <= 128 and not deterministic
+    found = _fused(sms, kv_bytes) if few else _lone(sms, kv_bytes, deterministic)
     room = device.shared_bytes * 3 // 4
     fitting = [one for one in found
                if max(1, one["num_stages"] - 1) * one["TILE"] * 2 * block_d * kv_bytes <= room] or found[-1:]
