@@ -46,54 +46,75 @@ def query_operand(q, k_ptr, EXACT: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def block_values(blocks, start, end, v_ptr, kv_head, num_kv_heads, dims, HEAD_DIM: tl.constexpr,
+                 BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, PARTIAL: tl.constexpr) -> tl.tensor:
+    """v [D, TILE] of an 8-bit cache, block by block as it lies there. ``blocks``: their numbers, one where the tile is
+    part of one. PARTIAL: zeros beyond ``end``, but for up to RUN codes, which are what the block holds (masked one by
+    one they would travel one by one)."""
+    EACH: tl.constexpr = min(BLOCK_SIZE, TILE)
+    RUN: tl.constexpr = min(EACH, 16)
+    run = (blocks.to(tl.int64) * num_kv_heads + kv_head) * (BLOCK_SIZE * HEAD_DIM)
+    inner = tl.arange(0, EACH)
+    if BLOCK_SIZE > TILE:
+        inner += start % BLOCK_SIZE
+    v_at = v_ptr + run[:, None, None] + (dims * BLOCK_SIZE)[None, :, None] + inner[None, None, :]
+    real = (dims < HEAD_DIM)[None, :, None]
+    PADDED: tl.constexpr = dims.shape[0] != HEAD_DIM
+    if PARTIAL:
+        key = start + (tl.arange(0, TILE // EACH) * EACH)[:, None] + tl.arange(0, EACH)[None, :]
+        near = (key // RUN * RUN < end)[:, None, :]
+        v = tl.load(v_at, mask=near & real if PADDED else near, other=0.0)
+    elif PADDED:
+        v = tl.load(v_at, mask=real, other=0.0)
+    else:
+        v = tl.load(v_at)
+    return tl.reshape(tl.permute(v, (1, 0, 2)), (dims.shape[0], TILE))
+
+
+@triton.jit
 def load_tile(start, end, table_ptr, k_ptr, v_ptr, kv_head, num_kv_heads, kv_stride, dims, HEAD_DIM: tl.constexpr,
               BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, PARTIAL: tl.constexpr) -> tuple[tl.tensor, ...]:
     """Keys start .. start + TILE, ``start`` a multiple of TILE, as (key, inside, k [D, TILE], v [TILE, D]).
 
     ``table_ptr`` is the sequence's block table row; contiguous K and V point at the sequence's first token. PARTIAL:
-    the tile may reach beyond ``end``; what stands there is zero, but for v's codes: up to RUN of them are what the
-    block holds (masked one by one they would travel one by one), and ``attend`` clears them.
+    the tile may reach beyond ``end``; what stands there is zero, but for some of v's codes (``block_values``), which
+    ``attend`` clears.
     """
     TURNED: tl.constexpr = BLOCK_SIZE > 0 and v_ptr.dtype.element_ty.primitive_bitwidth == 8
-    RUN: tl.constexpr = min(BLOCK_SIZE, TILE, 16)
     key = start + tl.arange(0, TILE)
     inside = key < end
-    if TURNED:
-        near = key // RUN * RUN < end
-    else:
-        near = inside
     if BLOCK_SIZE > 0:
         if BLOCK_SIZE % TILE == 0:  # the whole tile lies in one block: one number, and addresses that run on
             block = tl.load(table_ptr + start // BLOCK_SIZE).to(tl.int64)
         elif PARTIAL:
-            block = tl.load(table_ptr + key // BLOCK_SIZE, mask=near, other=0).to(tl.int64)
+            block = tl.load(table_ptr + key // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
         else:
             block = tl.load(table_ptr + key // BLOCK_SIZE).to(tl.int64)
-        run = (block * num_kv_heads + kv_head) * (BLOCK_SIZE * HEAD_DIM)
-        offset = run + (key % BLOCK_SIZE) * HEAD_DIM
+        offset = (block * num_kv_heads + kv_head) * (BLOCK_SIZE * HEAD_DIM) + (key % BLOCK_SIZE) * HEAD_DIM
     else:
         offset = key.to(tl.int64) * kv_stride + kv_head * HEAD_DIM
     k_at = k_ptr + offset[None, :] + dims[:, None]
-    if TURNED:
-        v_at = v_ptr + (run + key % BLOCK_SIZE)[None, :] + (dims * BLOCK_SIZE)[:, None]
-    else:
-        v_at = v_ptr + offset[:, None] + dims[None, :]
-    real = dims < HEAD_DIM
+    v_at = v_ptr + offset[:, None] + dims[None, :]
+    k_mask = inside[None, :]
+    v_mask = inside[:, None]
     PADDED: tl.constexpr = dims.shape[0] != HEAD_DIM
-    if PARTIAL and PADDED:
-        k = tl.load(k_at, mask=inside[None, :] & real[:, None], other=0.0)
-        v = tl.load(v_at, mask=near[None, :] & real[:, None] if TURNED else near[:, None] & real[None, :], other=0.0)
-    elif PARTIAL:
-        k = tl.load(k_at, mask=inside[None, :], other=0.0)
-        v = tl.load(v_at, mask=near[None, :] if TURNED else near[:, None], other=0.0)
-    elif PADDED:
-        k = tl.load(k_at, mask=real[:, None], other=0.0)
-        v = tl.load(v_at, mask=real[:, None] if TURNED else real[None, :], other=0.0)
+    if PADDED:
+        k_mask = k_mask & (dims < HEAD_DIM)[:, None] if PARTIAL else (dims < HEAD_DIM)[:, None]
+        v_mask = v_mask & (dims < HEAD_DIM)[None, :] if PARTIAL else (dims < HEAD_DIM)[None, :]
+    if PARTIAL or PADDED:
+        k = tl.load(k_at, mask=k_mask, other=0.0)
     else:
         k = tl.load(k_at)
-        v = tl.load(v_at)
     if TURNED:
-        v = tl.trans(v)
+        EACH: tl.constexpr = min(BLOCK_SIZE, TILE)
+        first = start + tl.arange(0, TILE // EACH) * EACH
+        blocks = tl.load(table_ptr + first // BLOCK_SIZE, mask=first < end, other=0)
+        v = tl.trans(block_values(blocks, start, end, v_ptr, kv_head, num_kv_heads, dims, HEAD_DIM, BLOCK_SIZE, TILE,
+                                  PARTIAL))
+    elif PARTIAL or PADDED:
+        v = tl.load(v_at, mask=v_mask, other=0.0)
+    else:
+        v = tl.load(v_at)
     return key, inside, k, v
 
 

@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engines.kernels.attention_step import attend
+from engines.kernels.attention_step import attend, block_values
 from engines.kernels.impl import KernelConfig
 from engines.kernels.jit import launch_options, next_pow2
 
@@ -61,33 +61,25 @@ def block_numbers(start, end, table, k_ptr, BLOCK_SIZE: tl.constexpr, TILE: tl.c
 
 
 @triton.jit
-def _whole_blocks(blocks, start, end, k_ptr, v_ptr, kv_head, num_kv_heads, dims, HEAD_DIM: tl.constexpr,
-                  BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, PARTIAL: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """(k [TILE, D], v [D, TILE]) of an 8-bit cache. PARTIAL: zeros beyond ``end``, but up to RUN codes of v, which are
-    what the block holds (masked one by one they would travel one by one)."""
+def _block_keys(blocks, start, end, k_ptr, kv_head, num_kv_heads, dims, HEAD_DIM: tl.constexpr,
+                BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, PARTIAL: tl.constexpr) -> tl.tensor:
+    """k [TILE, D] of an 8-bit cache, block by block; zeros beyond ``end`` where the tile may be PARTIAL."""
     EACH: tl.constexpr = min(BLOCK_SIZE, TILE)
-    RUN: tl.constexpr = min(EACH, 16)
-    run = ((blocks.to(tl.int64) * num_kv_heads + kv_head) * (BLOCK_SIZE * HEAD_DIM))[:, None, None]
+    run = (blocks.to(tl.int64) * num_kv_heads + kv_head) * (BLOCK_SIZE * HEAD_DIM)
     inner = tl.arange(0, EACH)
     if BLOCK_SIZE > TILE:
         inner += start % BLOCK_SIZE
-    k_at = k_ptr + run + (inner * HEAD_DIM)[None, :, None] + dims[None, None, :]
-    v_at = v_ptr + run + (dims * BLOCK_SIZE)[None, :, None] + inner[None, None, :]
-    real = dims < HEAD_DIM
+    k_at = k_ptr + run[:, None, None] + (inner * HEAD_DIM)[None, :, None] + dims[None, None, :]
+    real = (dims < HEAD_DIM)[None, None, :]
     PADDED: tl.constexpr = dims.shape[0] != HEAD_DIM
     if PARTIAL:
-        key = start + (tl.arange(0, TILE // EACH) * EACH)[:, None] + tl.arange(0, EACH)[None, :]
-        inside = (key < end)[:, :, None]
-        near = (key // RUN * RUN < end)[:, None, :]
-        k = tl.load(k_at, mask=inside & real[None, None, :] if PADDED else inside, other=0.0)
-        v = tl.load(v_at, mask=near & real[None, :, None] if PADDED else near, other=0.0)
+        inside = (start + (tl.arange(0, TILE // EACH) * EACH)[:, None] + tl.arange(0, EACH)[None, :] < end)[:, :, None]
+        k = tl.load(k_at, mask=inside & real if PADDED else inside, other=0.0)
     elif PADDED:
-        k = tl.load(k_at, mask=real[None, None, :], other=0.0)
-        v = tl.load(v_at, mask=real[None, :, None], other=0.0)
+        k = tl.load(k_at, mask=real, other=0.0)
     else:
         k = tl.load(k_at)
-        v = tl.load(v_at)
-    return tl.reshape(k, (TILE, dims.shape[0])), tl.reshape(tl.permute(v, (1, 0, 2)), (dims.shape[0], TILE))
+    return tl.reshape(k, (TILE, dims.shape[0]))
 
 
 @triton.jit
@@ -126,8 +118,8 @@ def load_tile_of(blocks, start, end, k_ptr, v_ptr, kv_head, num_kv_heads, dims, 
                  BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, PARTIAL: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
     """(k, v) of the tile at ``start`` as ``attend`` takes them."""
     if k_ptr.dtype.element_ty.primitive_bitwidth == 8:
-        k, v = _whole_blocks(blocks, start, end, k_ptr, v_ptr, kv_head, num_kv_heads, dims, HEAD_DIM, BLOCK_SIZE, TILE,
-                             PARTIAL)
+        k = _block_keys(blocks, start, end, k_ptr, kv_head, num_kv_heads, dims, HEAD_DIM, BLOCK_SIZE, TILE, PARTIAL)
+        v = block_values(blocks, start, end, v_ptr, kv_head, num_kv_heads, dims, HEAD_DIM, BLOCK_SIZE, TILE, PARTIAL)
     else:
         k, v = _key_by_key(blocks, start, end, k_ptr, v_ptr, kv_head, num_kv_heads, dims, HEAD_DIM, BLOCK_SIZE, TILE,
                            PARTIAL)
