@@ -34,7 +34,6 @@ from engines.kernels.attention_step import query_operand, score_scale
 from engines.kernels.attention_twin import attend_twin, gather_cache
 from engines.kernels.attention_walk import (
     attend_tile,
-    block_numbers,
     last_tile,
     load_tile_of,
     padded_rows,
@@ -87,15 +86,15 @@ def decode_kernel(q_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, acc_ptr, stats_ptr, 
         stop = end
         if TAIL:
             stop = last_tile(begin, end, TILE)
-        blocks = block_numbers(begin, end, table, k_ptr, BLOCK_SIZE, TILE)
-        m, total, acc, blocks = walk(q, m, total, acc, begin, end, stop, blocks, last_key, table, k_ptr, v_ptr, kv_head,
+        CODES: tl.constexpr = k_ptr.dtype.element_ty.primitive_bitwidth == 8
+        m, total, acc, blocks = walk(q, m, total, acc, begin, end, stop, last_key, table, k_ptr, v_ptr, kv_head,
                                      num_kv_heads, dims, scale, HEAD_DIM, BLOCK_SIZE, TILE, not TAIL, QUERY_LEN > 1,
-                                     WINDOW, SOFTCAP, EXACT)
+                                     WINDOW, SOFTCAP, CODES, EXACT)
         if TAIL:
             k, v = load_tile_of(blocks, stop, end, k_ptr, v_ptr, kv_head, num_kv_heads, dims, HEAD_DIM, BLOCK_SIZE,
-                                TILE, True)
+                                TILE, True, CODES)
             m, total, acc = attend_tile(q, m, total, acc, stop, end, k, v, last_key, scale, TILE, True, QUERY_LEN > 1,
-                                        WINDOW, SOFTCAP, k_ptr.dtype.element_ty.primitive_bitwidth == 8, EXACT)
+                                        WINDOW, SOFTCAP, CODES, CODES, EXACT)
         acc = rows_in_place(acc, k_ptr)
         finish_item(m, total, acc, item, split, splits, sequence, kv_head, row, dims, acc_ptr, stats_ptr, counter_ptr,
                     v_scale_ptr, out_ptr, scales_ptr, input_scale_ptr, pre_quant_ptr, out_stride, num_groups,
@@ -104,9 +103,10 @@ def decode_kernel(q_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, acc_ptr, stats_ptr, 
 
 def _fused(sms: int, kv_bytes: int) -> list[dict[str, int]]:
     """Configs of the kernel that rotates and stores its own token: wide tiles, shared by eight warps, so that a short
-    context is one; a long one is a wave or two of programs."""
+    context is one; a long one is a wave or two of programs. The last is for little shared memory."""
+    tiles = [(128, 3), (256, 3), (256, 2)] if kv_bytes == 1 else [(256, 2), (128, 3), (128, 2)]
     return [{"FUSED": 1, "TILE": tile, "SPLIT": 0, "TARGET": target, "MIN_SPLIT": 128, "TAIL": 1, "num_warps": 8,
-             "num_stages": 2} for tile in ((128, 256) if kv_bytes == 1 else (256, 128)) for target in (sms, 2 * sms)]
+             "num_stages": stages} for tile, stages in tiles for target in (sms, 2 * sms)]
 
 
 def _lone(sms: int, kv_bytes: int, deterministic: bool) -> list[dict[str, int]]:

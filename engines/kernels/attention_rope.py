@@ -35,7 +35,8 @@ from engines.kernels import attention_decode, rope_kv
 from engines.kernels.attention_decode import check_epilogue
 from engines.kernels.attention_merge import finish_item, merge_options
 from engines.kernels.attention_plan import Workspace, load_item
-from engines.kernels.attention_step import attend, attention_step, capped, load_tile, query_operand, score_scale
+from engines.kernels.attention_step import capped, query_operand, score_scale
+from engines.kernels.attention_walk import attend_tile, block_numbers, load_tile_of, walk
 from engines.kernels.impl import KernelConfig
 from engines.kernels.jit import INTERPRETED, ActQuant, gdc_launch, gdc_wait, launch_options, next_pow2
 from engines.kernels.quantize import check_act
@@ -86,8 +87,8 @@ def rope_decode_kernel(qkv_ptr, cos_sin_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, 
     dims = tl.arange(0, BLOCK_D)
     real = dims < HEAD_DIM
     start = tl.where(mine, begin + tl.maximum(cached_end - begin - 1, 0) // TILE * TILE, 0)
-    key, inside, k, v = load_tile(start, cached_end, table, k_ptr, v_ptr, kv_head, num_kv_heads, 0, dims, HEAD_DIM,
-                                  BLOCK_SIZE, TILE, True)
+    k, v = load_tile_of(block_numbers(start, cached_end, table, k_ptr, BLOCK_SIZE, TILE), start, cached_end, k_ptr,
+                        v_ptr, kv_head, num_kv_heads, dims, HEAD_DIM, BLOCK_SIZE, TILE, True, False)
     angle = cos_sin_ptr + position.to(tl.int64) * HEAD_DIM + tl.where(dims < HALF, dims, dims - HALF)
     cos = tl.load(angle, mask=real, other=0.0)
     sin = tl.load(angle + HALF, mask=real, other=0.0) * tl.where(dims < HALF, -1.0, 1.0)
@@ -121,12 +122,11 @@ def rope_decode_kernel(qkv_ptr, cos_sin_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, 
         total = tl.where(owner, tl.full((ROWS,), 1.0, tl.float32), 0.0)
         acc = tl.where(owner, tl.broadcast_to(new_v.to(tl.float32)[None, :], (ROWS, BLOCK_D)), 0.0)
         last_key = position + row * 0
-        m, total, acc = attend(q, m, total, acc, key, inside, k, v, last_key, scale, True,
-                               v_ptr.dtype.element_ty.primitive_bitwidth == 8, False, WINDOW, SOFTCAP, False, EXACT)
-        for at_key in tl.range(begin, start, TILE):
-            m, total, acc = attention_step(q, m, total, acc, at_key, cached_end, last_key, table, k_ptr, v_ptr, kv_head,
-                                           num_kv_heads, 0, dims, scale, HEAD_DIM, BLOCK_SIZE, TILE, False, False,
-                                           WINDOW, SOFTCAP, EXACT)
+        m, total, acc = attend_tile(q, m, total, acc, start, cached_end, k, v, last_key, scale, TILE, True, False,
+                                    WINDOW, SOFTCAP, k_ptr.dtype.element_ty.primitive_bitwidth == 8, False, EXACT)
+        m, total, acc, _ = walk(q, m, total, acc, begin, cached_end, start, last_key, table, k_ptr, v_ptr, kv_head,
+                                num_kv_heads, dims, scale, HEAD_DIM, BLOCK_SIZE, TILE, False, False, WINDOW, SOFTCAP,
+                                False, EXACT)
         finish_item(m, total, acc, item, split, splits, sequence, kv_head, row, dims, acc_ptr, stats_ptr, counter_ptr,
                     v_scale_ptr, out_ptr, scales_ptr, input_scale_ptr, pre_quant_ptr, out_stride, num_groups,
                     num_kv_heads, QUERY_LEN, GQA, HEAD_DIM, LIVE2, GATHER, CHUNK, QUANT, GROUP)

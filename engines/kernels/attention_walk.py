@@ -1,9 +1,9 @@
 """How one program of decode attention walks over its keys: the cache's blocks in tiles, through the online softmax.
 
-**One warp a program.** The rows of a tile are the few q heads of one kv head, so with several warps each tile would
-cost a dozen barriers: maxima, sums and probabilities all travel between warps. Alone, a warp meets nobody, and a
-multiprocessor holds enough such programs to keep the memory busy (an H200, 16 sequences of 32768 tokens, 8-bit cache:
-248 us a layer, 361 with four warps; one of 1024: 3.6 us, 8.1).
+**One warp a program** (``attention_decode``). The rows of a tile are the few q heads of one kv head, so with several
+warps each tile would cost a dozen barriers: maxima, sums and probabilities all travel between warps. Alone, a warp
+meets nobody, and a multiprocessor holds enough such programs to keep the memory busy (an H200, 16 sequences of 32768
+tokens, 8-bit cache: 248 us a layer, 361 with four warps; one of 1024: 3.6 us, 8.1).
 
 **Block numbers travel ahead.** The numbers of the next tile's blocks are read while this tile is worked on and carried
 into the next turn. Read where they are used, they would be a second level of indirection: Triton's pipeliner would
@@ -13,7 +13,8 @@ spend its stages on them, and each tile would wait for its numbers first.
 are then the left operand of a product with few columns, S^T = K Q^T and O^T = V^T P^T, [keys, rows] and [head_dim,
 rows]. Rows are padded to 8 that way, to 16 the other way. Each block is fetched as the run of bytes that it is: one
 instruction takes 512 bytes of one block. (Tiles of [head_dim, keys] take 16 bytes a block and row: 32-byte pieces at
-256 keys, and 577 us where whole blocks take 250.) 16-bit caches have V as K, and rows first.
+256 keys, and 577 us where whole blocks take 250.) 16-bit caches have V as K, and rows first; so has the fused kernel
+(``attention_rope``), whose warps share a tile.
 """
 
 from __future__ import annotations
@@ -115,11 +116,15 @@ def _key_by_key(blocks, start, end, k_ptr, v_ptr, kv_head, num_kv_heads, dims, H
 
 @triton.jit
 def load_tile_of(blocks, start, end, k_ptr, v_ptr, kv_head, num_kv_heads, dims, HEAD_DIM: tl.constexpr,
-                 BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, PARTIAL: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
-    """(k, v) of the tile at ``start`` as ``attend`` takes them."""
+                 BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, PARTIAL: tl.constexpr, KEYS_FIRST: tl.constexpr
+                 ) -> tuple[tl.tensor, tl.tensor]:
+    """(k, v) of the tile at ``start`` as ``attend`` takes them; KEYS_FIRST is for 8-bit caches."""
     if k_ptr.dtype.element_ty.primitive_bitwidth == 8:
         k = _block_keys(blocks, start, end, k_ptr, kv_head, num_kv_heads, dims, HEAD_DIM, BLOCK_SIZE, TILE, PARTIAL)
         v = block_values(blocks, start, end, v_ptr, kv_head, num_kv_heads, dims, HEAD_DIM, BLOCK_SIZE, TILE, PARTIAL)
+        if not KEYS_FIRST:
+            k = tl.trans(k)
+            v = tl.trans(v)
     else:
         k, v = _key_by_key(blocks, start, end, k_ptr, v_ptr, kv_head, num_kv_heads, dims, HEAD_DIM, BLOCK_SIZE, TILE,
                            PARTIAL)
@@ -129,11 +134,11 @@ def load_tile_of(blocks, start, end, k_ptr, v_ptr, kv_head, num_kv_heads, dims, 
 @triton.jit
 def attend_tile(q, m, total, acc, start, end, k, v, last_key, scale, TILE: tl.constexpr, PARTIAL: tl.constexpr,
                 CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, CODES: tl.constexpr,
-                EXACT: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+                KEYS_FIRST: tl.constexpr, EXACT: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """A loaded tile through the softmax."""
     key = start + tl.arange(0, TILE)
     return attend(q, m, total, acc, key, key < end, k, v, last_key, scale, PARTIAL or CAUSAL or WINDOW > 0,
-                  PARTIAL and CODES, CAUSAL, WINDOW, SOFTCAP, CODES, EXACT)
+                  PARTIAL and CODES, CAUSAL, WINDOW, SOFTCAP, KEYS_FIRST, EXACT)
 
 
 @triton.jit
@@ -144,21 +149,22 @@ def last_tile(begin, end, TILE: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def walk(q, m, total, acc, begin, end, stop, blocks, last_key, table, k_ptr, v_ptr, kv_head, num_kv_heads, dims, scale,
+def walk(q, m, total, acc, begin, end, stop, last_key, table, k_ptr, v_ptr, kv_head, num_kv_heads, dims, scale,
          HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, PARTIAL: tl.constexpr,
-         CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, EXACT: tl.constexpr
-         ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
+         CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, KEYS_FIRST: tl.constexpr,
+         EXACT: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor]:
     """Tiles of a context from ``begin`` (a multiple of TILE) until ``stop``, through the softmax: (m, total, acc), and
     the block numbers of the tile at ``stop``. ``end``: of the keys; only PARTIAL walks may reach it within a tile.
 
-    ``q`` and ``acc`` [R, D] lie as ``rows_in_place`` puts them; ``blocks``: those of ``begin``.
+    ``q`` and ``acc`` are [R, D], or turned with KEYS_FIRST (``rows_in_place``).
     """
     begin = begin // TILE * TILE  # so it was cut: now the compiler knows, and codes travel in runs
+    blocks = block_numbers(begin, end, table, k_ptr, BLOCK_SIZE, TILE)
     for start in tl.range(begin, stop, TILE):
         here = blocks
         blocks = block_numbers(start + TILE, end, table, k_ptr, BLOCK_SIZE, TILE)
         k, v = load_tile_of(here, start, end, k_ptr, v_ptr, kv_head, num_kv_heads, dims, HEAD_DIM, BLOCK_SIZE, TILE,
-                            PARTIAL)
+                            PARTIAL, KEYS_FIRST)
         m, total, acc = attend_tile(q, m, total, acc, start, end, k, v, last_key, scale, TILE, PARTIAL, CAUSAL, WINDOW,
-                                    SOFTCAP, k_ptr.dtype.element_ty.primitive_bitwidth == 8, EXACT)
+                                    SOFTCAP, k_ptr.dtype.element_ty.primitive_bitwidth == 8, KEYS_FIRST, EXACT)
     return m, total, acc, blocks

@@ -63,8 +63,12 @@ JOBS = {
                             k_ptr="*bf16", v_ptr="*bf16", out_ptr="*bf16"),
     "rope decode bf16, one wide tile": job(attention_rope.rope_decode_kernel, 90, ROPE | UNSCALED | {"TILE": 256},
                                            num_warps=8, num_stages=2, k_ptr="*bf16", v_ptr="*bf16", out_ptr="*bf16"),
-    "rope decode fp8": job(attention_rope.rope_decode_kernel, 90, ROPE | {"TILE": 128}, num_warps=8, num_stages=2,
+    "rope decode bf16, two tiles ahead": job(attention_rope.rope_decode_kernel, 90, ROPE | UNSCALED | {"TILE": 128},
+                                             num_warps=8, num_stages=3, k_ptr="*bf16", v_ptr="*bf16", out_ptr="*bf16"),
+    "rope decode fp8": job(attention_rope.rope_decode_kernel, 90, ROPE | {"TILE": 128}, num_warps=8, num_stages=3,
                            out_ptr="*bf16", **FP8),
+    "rope decode fp8, one wide tile": job(attention_rope.rope_decode_kernel, 90, ROPE | {"TILE": 256}, num_warps=8,
+                                          num_stages=3, out_ptr="*bf16", **FP8),
     "prefill bf16": job(attention_prefill.prefill_kernel, 90, HEAD | UNSCALED | NO_ROWS | {"ROWS": 128}, num_warps=8,
                         num_stages=3, k_ptr="*bf16", v_ptr="*bf16", out_ptr="*bf16"),
     "prefill rows": job(attention_prefill.prefill_kernel, 90, HEAD | UNSCALED | {
@@ -106,7 +110,7 @@ def test_no_spills(compiled, name):
 
 
 def test_instructions(compiled):
-    for name in ("decode bf16", "decode bf16, one block", "decode fp8", "rope decode fp8"):
+    for name in ("decode bf16", "decode bf16, one block", "decode fp8", "rope decode fp8, one wide tile"):
         assert compiled[name].count("LDGSTS.E.BYPASS.128") >= 16, "KV tiles must travel in 16-byte copies"
         assert not compiled[name].count("LDS.U8"), "V's codes must not be fetched byte by byte"
     assert compiled["decode fp8"].registers <= 168, "twelve programs must fit on a multiprocessor"
