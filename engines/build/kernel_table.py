@@ -27,7 +27,7 @@ from engines.kernels.impl import DeviceFacts, KernelConfig
 from engines.kernels.jit import ActQuant as Mode
 from engines.models.facts import ModelFacts
 from engines.plan import KernelChoice
-from engines.program import GatedSilu, Program
+from engines.program import GatedSilu, Program, RopeKV
 
 #: The largest step that any table has an entry for.
 MOST_TOKENS = 1 << 30
@@ -46,6 +46,13 @@ def mode_of(grid: Grid | None) -> Mode:
     """The kernels' mode of an activation grid that ``impls`` has accepted."""
     name = None if grid is None else activation_mode(grid)
     return Mode.NONE if name is None else Mode[name]
+
+
+def rotate_themselves(facts: ModelFacts, program: Program) -> bool:
+    """Whether decoding rows of every layer can take the attention kernel that rotates and stores its own token: whole
+    heads are rotated, and without a norm of theirs."""
+    return all(op.norms is None and facts.rope_of(op.local).rotary_dim(op.head_dim) == op.head_dim
+               for op in program.ops if isinstance(op, RopeKV))
 
 
 def default_table(facts: ModelFacts, program: Program, block_size: int, kv: Grid, device: DeviceFacts,
@@ -70,7 +77,7 @@ def _defaults(facts: ModelFacts, program: Program, block_size: int, kv: Grid, de
         yield entry("quantize", f"n={op.width}", MOST_TOKENS, quantize.candidates(op.width, device)[0])
     for batch, most in ((8, MOST_TOKENS),) if deterministic else ((1, 4), (8, 16), (32, 64), (128, MOST_TOKENS)):
         decode = attention_decode.candidates(facts.head_dim, block_size, kv_bytes, device, deterministic=deterministic,
-                                             batch=batch)
+                                             batch=batch, fused=rotate_themselves(facts, program))
         yield entry("attention_decode", "split", most, decode[0])
     for batch, most in ((1, 4), (8, MOST_TOKENS)):
         yield entry("read_ahead", "weights", most, read_ahead.candidates(device, batch)[0])

@@ -26,7 +26,7 @@ from engines.build.bench_gpu import random_packed
 from engines.build.buffers import assign
 from engines.build.gpu_linears import impl_for
 from engines.build.impls import group_of
-from engines.build.kernel_table import entry, mode_of, silu_shape
+from engines.build.kernel_table import entry, mode_of, rotate_themselves, silu_shape
 from engines.build.plan_gpu import workspace_bytes
 from engines.build.weights import linear_key, stored_names
 from engines.kernels import attention_decode, norm, quantize, read_ahead, silu_mul
@@ -189,7 +189,8 @@ def sites(plan: Plan, tops: Mapping[str, Ordered[KernelConfig]], size: int, mode
     if size <= READ_AHEAD:
         found.append(Site("read_ahead", "weights", tuple(read_ahead.candidates(facts, size))))
     found.append(Site("attention_decode", "split", tuple(attention_decode.candidates(
-        model.head_dim, plan.limits.block_size, kv_bytes, facts, batch=size))))
+        model.head_dim, plan.limits.block_size, kv_bytes, facts, batch=size,
+        fused=rotate_themselves(model, plan.program)))))
     for op in {silu_shape(op): op for op in plan.program.ops if isinstance(op, GatedSilu)}.values():
         grid = None if op.quant is None else op.quant.grid
         found.append(Site("silu_mul", silu_shape(op), tuple(silu_mul.candidates(

@@ -119,9 +119,10 @@ def _lone(sms: int, kv_bytes: int, deterministic: bool) -> list[dict[str, int]]:
 
 
 def candidates(head_dim: int, block_size: int, kv_bytes: int, device: DeviceFacts, *,
-               deterministic: bool = False, batch: int = 8) -> Sequence[KernelConfig]:
+               deterministic: bool = False, batch: int = 8, fused: bool = True) -> Sequence[KernelConfig]:
     """Tiles and split rules to try for about ``batch`` sequences; the first is the default. ``kv_bytes``: of one cache
-    element. Deterministic engines get one list for every batch, as a tile is part of a row's arithmetic.
+    element. Deterministic engines get one list for every batch, as a tile is part of a row's arithmetic. ``fused``: all
+    layers can take the fused kernel.
 
     ``FUSED`` 1 means the kernel that rotates and stores its own token (``attention_rope``). Up to four sequences it
     wins by latency (an H200, fp8, 8-bit cache: one short context 2.48 ms a step, 2.60 with one warp a program, though
@@ -132,7 +133,7 @@ def candidates(head_dim: int, block_size: int, kv_bytes: int, device: DeviceFact
     if block_size != next_pow2(block_size):
         raise ValueError(f"block_size must be a power of two, found {block_size}")
     sms, block_d = max(1, device.num_sms), next_pow2(head_dim)
-    few = batch <= 4 and block_d <= 128 and not deterministic
+    few = fused and batch <= 4 and block_d <= 128 and not deterministic
     found = _fused(sms, kv_bytes) if few else _lone(sms, kv_bytes, deterministic)
     room = device.shared_bytes * 3 // 4
     fitting = [one for one in found

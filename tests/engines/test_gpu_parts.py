@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from calib.scheme import BF16, Grid, PerGroup, Scheme
 from engines.build.buffers import assign, body_and_head
 from engines.build.gpu_linears import impl_for
 from engines.build.impls import TABLE
+from engines.build.kernel_table import default_table
 from engines.build.plan_gpu import make_gpu_plan
 from engines.build.tune_gpu import sizes_for, tune_gpu
 from engines.device import Device, NoDeviceError, detect
@@ -183,6 +185,21 @@ def test_deterministic_sums_a_linear_in_one_way(scheme: Scheme | None, sizes: di
         configs = [KernelConfig.from_json(choice.config or {}) for choice in tuned.choices if choice.shape == shape]
         assert {config.kernel for config in configs} == {"dot"}
         assert len({(config["BLOCK_K"], config["SPLIT_K"], dict(config.meta).get("FOLD")) for config in configs}) == 1
+
+
+@pytest.mark.parametrize(("changes", "fused"), [
+    ({}, 1), ({"architectures": ["Qwen3ForCausalLM"]}, 0), ({"partial_rotary_factor": 0.5,
+                                                             "architectures": ["Phi3ForCausalLM"]}, 0)],
+    ids=["llama", "norms of heads", "half a head"])
+def test_few_sequences_take_the_kernel_that_rotates_itself_where_it_can(changes: dict[str, Any], fused: int) -> None:
+    """Elsewhere they take one warp a program like everybody: wide tiles of many warps are that kernel's."""
+    facts, _, program, _ = fused_program(CONFIG | changes, {}, {})
+    table = default_table(facts, program, 16, BF16, H200.facts, deterministic=False)
+    found = {choice.max_tokens: KernelConfig.from_json(choice.config or {})
+             for choice in table if choice.op == "attention_decode"}
+    assert found[4]["FUSED"] == fused
+    assert found[16]["FUSED"] == 0
+    assert (found[4].num_warps == 1) == (not fused)
 
 
 def sequence(number: int, tokens: int, computed: int, blocks: list[int]) -> Sequence:

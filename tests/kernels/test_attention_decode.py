@@ -180,6 +180,7 @@ def test_who_rotates_its_own_token():
     assert kinds(batch=8) == {0}
     assert kinds(batch=1, head_dim=256) == {0}
     assert kinds(batch=1, deterministic=True) == {0}
+    assert kinds(batch=1, fused=False) == {0}
 
 
 def test_misfits_are_errors(device):
