@@ -6,14 +6,20 @@ import asyncio
 import gc
 import selectors
 import socket
+import weakref
+from collections.abc import AsyncGenerator
 
+import httpx
 import pytest
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from engines.llm import LLM
 from toolkit.serve import pauses
-from toolkit.serve.answers import while_there
+from toolkit.serve.answers import EventStream, while_there
+from toolkit.serve.direct import Direct
+from toolkit.serve.faults import ApiError
 from toolkit.serve.turns import AT_ONCE, FewAtOnce, new_loop
 from toolkit.serve.wire import BlockingWire
 from toolkit.serve.worker import ENDS, Worker
@@ -169,3 +175,44 @@ def test_garbage_is_collected_at_rest_when_it_is_due(monkeypatch) -> None:
         monkeypatch.setattr(gc, "get_count", lambda count=count: (count, 0, 0))
         pauses.rest()
         assert len(collected) == times
+
+
+class Body:
+    """What a request's frame holds: megabytes."""
+
+
+@pytest.mark.parametrize("way", ["plain", "of a group", "stream"])
+def test_a_refused_request_holds_nothing_though_nothing_is_collected(way) -> None:
+    """The error holds its frames, and a frame the error: a busy server would keep hundreds of bodies."""
+    bodies: list[weakref.ref[Body]] = []
+
+    async def refuse() -> None:
+        body = Body()
+        bodies.append(weakref.ref(body))
+        fault = ApiError(400, "not so")
+        if way == "of a group":
+            raise fault from BaseExceptionGroup("tasks", [fault])
+        raise fault
+
+    async def pieces() -> AsyncGenerator[str, None]:
+        await refuse()
+        yield "never"
+
+    async def route(request: Request) -> Response:
+        if way == "stream":
+            return EventStream("first", pieces(), end=None, write_timeout_s=5, cut=lambda scope: None,
+                               gone=lambda: None)
+        await refuse()
+        raise AssertionError
+
+    async def run() -> None:
+        app = Direct(lambda scope, receive, send: route(scope), [Route("/busy", route, methods=["POST"])],
+                     lambda request, error: Response(error.message, error.status))
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://here") as client:
+            assert "not so" in (await client.post("/busy", content=b"{}")).text
+    gc.disable()
+    try:
+        asyncio.run(run())
+        assert bodies[0]() is None
+    finally:
+        gc.enable()

@@ -165,8 +165,9 @@ def test_the_four_forms_of_a_prompt(prompt, prompts) -> None:
 
 @pytest.mark.parametrize("prompt", [[1, "a"], ["a", 1], [[1], [2, "a"]], [[1], 2], [1, -2], [1, 2.5], {"a": 1}])
 def test_what_is_none_of_the_four_is_refused(prompt) -> None:
-    with pytest.raises(ApiError, match="prompt"):
+    with pytest.raises(ApiError, match="prompt: must be a string, a list of strings") as caught:
         validated(CompletionRequest, {"model": "m", "prompt": prompt}, strict=True)
+    assert caught.value.param == "prompt"
 
 
 def test_parameters_at_their_defaults_need_not_be_given() -> None:

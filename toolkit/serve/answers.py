@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from toolkit.serve.faults import ApiError
+from toolkit.serve.faults import ApiError, settled
 from toolkit.serve.service import first_fault
 
 _LOG = logging.getLogger(__name__)
@@ -134,7 +134,7 @@ class EventStream(Response):
             async for event in self._events:
                 yield event
         except ApiError as error:
-            yield json.dumps(error.body)
+            yield json.dumps(settled(error).body)
         except Exception:
             _LOG.exception("a stream failed")
             yield json.dumps(ApiError(500, "the server failed; its log says how", code="internal").body)

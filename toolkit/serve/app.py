@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 from toolkit.serve import kserve
 from toolkit.serve.answers import Json, error_answer
 from toolkit.serve.direct import Direct
-from toolkit.serve.faults import ApiError, bad
+from toolkit.serve.faults import ApiError, bad, settled
 from toolkit.serve.kserve_routes import KserveRoutes
 from toolkit.serve.metrics import CONTENT_TYPE
 from toolkit.serve.openai import Chat, Completions
@@ -81,7 +81,7 @@ def _error_handlers(app: FastAPI, service: Service) -> Callable[[Request, ApiErr
 
     @app.exception_handler(ApiError)
     async def known(request: Request, error: ApiError) -> Response:
-        return counted(request, error)
+        return counted(request, settled(error))
 
     @app.exception_handler(HTTPException)
     async def routing(request: Request, error: HTTPException) -> Response:

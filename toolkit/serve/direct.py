@@ -15,7 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from toolkit.serve.faults import ApiError
+from toolkit.serve.faults import ApiError, settled
 
 _LOG = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class Direct:
         try:
             response = await route.endpoint(request)
         except ApiError as error:
-            response = self._failed(request, error)
+            response = self._failed(request, settled(error))
         except Exception:
             _LOG.exception("%s failed", route.path)
             response = self._failed(request, ApiError(500, "the server failed; its log says how", code="internal"))

@@ -26,6 +26,14 @@ class ApiError(Exception):
                           "param": self.param, "code": self.code}}
 
 
+def settled(error: ApiError) -> ApiError:
+    """An error about to be answered, without where it was raised. Its traceback holds the frames, and with them the
+    request's body, and a frame may hold the error: only a collection would free that circle, and none comes while the
+    server is busy (``pauses``)."""
+    error.__traceback__ = error.__cause__ = error.__context__ = None
+    return error
+
+
 def bad(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     return ApiError(400, message, param=param, code=code)
 

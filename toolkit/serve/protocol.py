@@ -22,6 +22,7 @@ from toolkit.serve.options import ServeOptions
 Record = TypeVar("Record", bound=Frozen)
 Ids = list[Annotated[int, Field(ge=0)]]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+_PROMPT = "a string, a list of strings, a list of token ids (0 or more), or a list of such lists"
 #: For one of several kinds of list: the first entry of another kind settles it, the others need no look.
 _SETTLED = Field(fail_fast=True)
 #: What need not be validated, as it was not asked for.
@@ -247,6 +248,8 @@ def validated(kind: type[Record], value: Any, *, strict: bool = False) -> Record
 def refusal(error: ValidationError) -> ApiError:
     """pydantic's complaint as OpenAI's error: the parameter, what is wrong, and what was found."""
     first = error.errors()[0]
+    if first["loc"][:1] == ("prompt",) and len(first["loc"]) > 1:  # of four forms, what one would have to be is no help
+        return bad(f"prompt: must be {_PROMPT}", "prompt")
     place = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("list[", "function-", "constr")))
     if first["type"] == "extra_forbidden":
         return bad(f"unknown or unsupported parameter: {place}", place, "unknown_parameter")

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from toolkit.serve.faults import bad
+from toolkit.serve.text import checked
 
 VERSION = "1"
 NUMPY: dict[str, Any] = {"BOOL": np.bool_, "INT8": np.int8, "INT16": np.int16, "INT32": np.int32, "INT64": np.int64,
@@ -74,7 +75,7 @@ def _identity(document: Mapping[str, Any]) -> str | None:
     identity = document.get("id")
     if identity is not None and not isinstance(identity, str):
         raise bad("id is not a string", "id")
-    return identity
+    return None if identity is None else checked(identity, "id")
 
 
 def known(given: Mapping[str, Any], known: Any, what: str) -> None:
