@@ -170,6 +170,18 @@ def test_what_is_none_of_the_four_is_refused(prompt) -> None:
     assert caught.value.param == "prompt"
 
 
+@pytest.mark.parametrize(("given", "param", "words"), [
+    ({"stop": [""]}, "stop", "a stop must not be empty"),
+    ({"logit_bias": {"3": 200.0}}, "logit_bias", "a logit_bias of 200.0 is outside -100..100"),
+    ({"min_tokens": 5}, "min_tokens", "min_tokens 5 is larger than max_tokens 4")])
+def test_a_refusal_of_several_parameters_names_one_and_lists_none(given, param, words) -> None:
+    with pytest.raises(ApiError) as caught:
+        validated(SamplingParams, {"max_tokens": 4} | given)
+    assert caught.value.param == param
+    assert caught.value.message.startswith(words)
+    assert "found" not in caught.value.message
+
+
 def test_parameters_at_their_defaults_need_not_be_given() -> None:
     """The two records' defaults differ (temperature, max_tokens): what is left out of one is not what the other has."""
     asked = validated(CompletionRequest, {"model": "m", "prompt": "a"}, strict=True)

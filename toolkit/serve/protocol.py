@@ -9,6 +9,7 @@ accepted at those values only. Extensions: ``ignore_eos``, ``top_k``, ``min_p``,
 from __future__ import annotations
 
 import json
+import re
 from typing import Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import Field, ValidationError
@@ -253,6 +254,7 @@ def refusal(error: ValidationError) -> ApiError:
     place = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("list[", "function-", "constr")))
     if first["type"] == "extra_forbidden":
         return bad(f"unknown or unsupported parameter: {place}", place, "unknown_parameter")
-    found = repr(first.get("input"))
     message = first["msg"].removeprefix("Value error, ")
-    return bad(f"{place + ': ' if place else ''}{message} (found {found[:80]})", place or None)
+    if not place:  # of several parameters together, in words that have the values
+        return bad(message, next((word for word in re.findall(r"[a-z_]+", message) if word in _DEFAULTS), None))
+    return bad(f"{place}: {message} (found {repr(first.get('input'))[:80]})", place)
