@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from engines.kernels.attention_step import normalised, store_rows
-from engines.kernels.jit import next_pow2
+from engines.kernels.jit import arrives_last, next_pow2
 
 
 @triton.jit
@@ -44,16 +44,6 @@ def _leave(m, total, acc, item, kv_head, num_kv_heads, row, dims, acc_ptr, stats
              mask=(row < LIVE)[:, None] & (dims < HEAD_DIM)[None, :])
     tl.store(stats_ptr + slot * 2, m, mask=row < LIVE)
     tl.store(stats_ptr + slot * 2 + 1, total, mask=row < LIVE)
-
-
-@triton.jit
-def _arrived_last(counter, count) -> tl.tensor:
-    """Whether this program is the last of ``count`` to come here; what the others left can then be read."""
-    tl.debug_barrier()
-    last = tl.atomic_add(counter, 1, sem="acq_rel") == count - 1
-    if last:
-        tl.store(counter, 0)
-    return last
 
 
 @triton.jit
@@ -101,7 +91,7 @@ def finish_item(m, total, acc, item, split, splits, sequence, kv_head, row, dims
         rows = tl.arange(0, LIVE2)
         leader = item - split % GATHER
         size = tl.minimum(splits - split // GATHER * GATHER, GATHER)
-        if _arrived_last(counter_ptr + leader * num_kv_heads + kv_head, size):
+        if arrives_last(counter_ptr + leader * num_kv_heads + kv_head, size):
             top, weight, sums = _add_up(leader, size, 1, kv_head, num_kv_heads, rows, dims, acc_ptr, stats_ptr, LIVE,
                                        HEAD_DIM, CHUNK)
             done = splits <= GATHER
@@ -109,7 +99,7 @@ def finish_item(m, total, acc, item, split, splits, sequence, kv_head, row, dims
                 _leave(top, weight, sums, leader, kv_head, num_kv_heads, rows, dims, acc_ptr, stats_ptr, LIVE, HEAD_DIM)
                 leaders = (splits + GATHER - 1) // GATHER
                 counter = counter_ptr + (tl.num_programs(1) + sequence) * num_kv_heads + kv_head
-                done = _arrived_last(counter, leaders)
+                done = arrives_last(counter, leaders)
                 if done:
                     top, weight, sums = _add_up(item - split, leaders, GATHER, kv_head, num_kv_heads, rows, dims,
                                                acc_ptr, stats_ptr, LIVE, HEAD_DIM, CHUNK)

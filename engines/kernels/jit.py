@@ -238,3 +238,17 @@ def dot_operand(x, EXACT: tl.constexpr) -> tl.tensor:
     else:
         r = x
     return r
+
+
+@triton.jit
+def arrives_last(counter_ptr, count) -> tl.tensor:
+    """True in the last of ``count`` programs to come here; what the earlier ones stored is visible to it then.
+
+    The barrier puts every thread's stores before the count, whose release/acquire order carries them across programs.
+    The last one also sets the counter back to zero for the next kernel.
+    """
+    tl.debug_barrier()
+    last = tl.atomic_add(counter_ptr, 1, sem="acq_rel") == count - 1
+    if last:
+        tl.store(counter_ptr, 0)
+    return last

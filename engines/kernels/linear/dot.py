@@ -29,9 +29,8 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from engines.kernels.impl import KernelConfig, LinearShape
-from engines.kernels.jit import gdc_launch, gdc_wait, launch_options
+from engines.kernels.jit import arrives_last, gdc_launch, gdc_wait, launch_options
 from engines.kernels.linear.split_k import (
-    is_last_split,
     split_k_bytes,
     split_k_views,
     store_partial,
@@ -110,7 +109,7 @@ def dot_kernel(x_ptr, x_desc, w_ptr, w_desc, w_scale_ptr, x_scale_ptr, bias_ptr,
     else:
         tile = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
         store_partial(partial_ptr, tile, tl.program_id(1), result, BLOCK_N, BLOCK_M, SPLIT_K)
-        if is_last_split(ticket_ptr + tile, SPLIT_K):
+        if arrives_last(ticket_ptr + tile, SPLIT_K):
             result = sum_partials(partial_ptr, tile, BLOCK_N, BLOCK_M, SPLIT_K)
             store_tokens(result, w_scale_ptr, x_scale_ptr, bias_ptr, out_ptr, row, token, m, n, KIND, PER_TOKEN,
                          HAS_BIAS)

@@ -26,10 +26,9 @@ import triton
 import triton.language as tl
 
 from engines.kernels.impl import KernelConfig, LinearShape, Packed
-from engines.kernels.jit import INTERPRETED, gdc_launch, gdc_wait, launch_options
+from engines.kernels.jit import INTERPRETED, arrives_last, gdc_launch, gdc_wait, launch_options
 from engines.kernels.linear.int4_layout import Order, scales_per_load
 from engines.kernels.linear.split_k import (
-    is_last_split,
     split_k_bytes,
     split_k_views,
     store_partial,
@@ -177,7 +176,7 @@ def int4_dot(x_ptr, xs_ptr, w_ptr, s_ptr, bias_ptr, y_ptr, partial_ptr, ticket_p
     else:
         tile = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
         store_partial(partial_ptr, tile, tl.program_id(1), acc, BLOCK_N, BLOCK_M, SPLIT_K)
-        if is_last_split(ticket_ptr + tile, SPLIT_K):
+        if arrives_last(ticket_ptr + tile, SPLIT_K):
             total = sum_partials(partial_ptr, tile, BLOCK_N, BLOCK_M, SPLIT_K)
             _store_out(total, bias_ptr, y_ptr, row, token, m, n, HAS_BIAS)
 

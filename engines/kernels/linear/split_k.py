@@ -60,20 +60,6 @@ def _require(workspace: torch.Tensor | None, needed: int) -> None:
 
 
 @triton.jit
-def is_last_split(ticket_ptr, SPLIT_K: tl.constexpr) -> tl.tensor:
-    """True in the program that arrives last at this tile; all earlier ones' partials are visible to it then.
-
-    The barrier puts every thread's stores before the ticket, whose release/acquire order carries them across programs.
-    The last one also sets the ticket back to zero for the next kernel.
-    """
-    tl.debug_barrier()
-    last = tl.atomic_add(ticket_ptr, 1, sem="acq_rel") == SPLIT_K - 1
-    if last:
-        tl.store(ticket_ptr, 0)
-    return last
-
-
-@triton.jit
 def store_partial(partial_ptr, tile, split, acc, ROWS: tl.constexpr, COLS: tl.constexpr, SPLIT_K: tl.constexpr) -> None:
     """Put a program's fp32 [ROWS, COLS] tile at its place in the workspace."""
     base = partial_ptr + (tile * SPLIT_K + split).to(tl.int64) * (ROWS * COLS)
