@@ -123,7 +123,7 @@ def test_a_folder_of_another_harness_is_refused(call, tmp_path):
     assert (code, found["error"]["code"]) == (2, "foreign_format")
 
 
-def test_a_sweep_of_an_endpoint_and_its_files(call, tmp_path):
+def test_a_sweep_of_an_endpoint_and_its_files(call, tmp_path, unhurried):
     with Server() as server:
         options = ("sweep", "--url", server.url, "--model", "m", "--tokenizer", "tiny", "--lengths", "8x4",
                    "--concurrency", "1,2", "--requests", "6", "--repeats", "2", "--warmup", "1", "--slo", "ttft=5000")
@@ -182,7 +182,7 @@ def test_a_search_that_measured_nothing_says_so(call):
     assert all("refused" in tried["invalid"] for tried in found["tried"])
 
 
-def test_a_dead_target_beside_a_living_one_is_said(call, tmp_path, capsys, built):
+def test_a_dead_target_beside_a_living_one_is_said(call, tmp_path, capsys, built, unhurried):
     """Side by side with a server that was down nothing is compared: exit 3, and the living one's figures are kept."""
     with Server() as one, socket.socket() as gone:
         gone.bind(("127.0.0.1", 0))
@@ -201,7 +201,7 @@ def test_a_dead_target_beside_a_living_one_is_said(call, tmp_path, capsys, built
     assert "nothing of theirs may be used" in shown
 
 
-def test_several_endpoints_side_by_side_from_one_file(call, tmp_path, capsys, built):
+def test_several_endpoints_side_by_side_from_one_file(call, tmp_path, capsys, built, unhurried):
     with Server() as one, Server("nodone", framing="close") as other:
         plan = tmp_path / "plan.yaml"
         plan.write_text(json.dumps({
