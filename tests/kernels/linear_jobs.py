@@ -54,4 +54,5 @@ def job(impl: NaturalLinear, config: KernelConfig, capability: int = 90, *, gate
               "out_scale_ptr": "*fp32"}
     constants["GATED"] = gated
     constants.pop("PROGRAMS")
+    constants["FLAT"] = bool(meta.get("FLAT"))
     return CompileJob.of(mm_kernel, types, constants, **options)

@@ -97,7 +97,8 @@ def mm_candidates(tiles: Iterable[MmTile], shape: LinearShape, device: DeviceFac
                   out_bytes: int = 2) -> Iterator[KernelConfig]:
     """Persistent tiles for many tokens; none where TMA is missing or the rows are not multiples of 16 bytes.
 
-    The leading tile is offered with both heights of the walk through L2; the taller one won where n is large.
+    The leading tile is offered with both heights of the walk through L2 (the taller one won where n is large), and with
+    its two loops made one.
     """
     if device.capability < HOPPER or shape.k * element_bytes % 16 or shape.n * out_bytes % 16:
         return
@@ -107,8 +108,11 @@ def mm_candidates(tiles: Iterable[MmTile], shape: LinearShape, device: DeviceFac
         shared = stages * k_bytes * (block_m + block_n) + block_m * block_n * out_bytes // epilogue
         if shared > device.shared_bytes - _SHARED_RESERVE:
             continue
-        for height in heights if leading else heights[:1]:
+        ways: list[dict[str, int]] = [{"GROUP_M": heights[0]}]
+        if leading:
+            ways += [{"GROUP_M": heights[0], "FLAT": 1}, {"GROUP_M": heights[1]}]
+        for way in ways:
             yield KernelConfig.of("mm", num_warps=warps, num_stages=stages, pdl=True, BLOCK_M=block_m,
-                                  BLOCK_N=block_n, BLOCK_K=k_bytes // element_bytes, GROUP_M=height,
-                                  EPILOGUE=epilogue, PROGRAMS=device.num_sms)
+                                  BLOCK_N=block_n, BLOCK_K=k_bytes // element_bytes, EPILOGUE=epilogue,
+                                  PROGRAMS=device.num_sms, **way)
         leading = False

@@ -2,9 +2,11 @@
 
     out [m, n] = x [m, k] . weight [n, k]^T
 
-A program stays on its multiprocessor and takes output tiles ``program, program + programs, ...``, so that the first
-loads of the next tile overlap the last stores of this one, and there is no half-empty last wave of launches. Tiles are
-walked ``GROUP_M`` tile rows at a time: programs that run together then share rows of x and of the weight in L2.
+A program stays on its multiprocessor and takes output tiles ``program, program + programs, ...``: there is no
+half-empty last wave of launches. Tiles are walked ``GROUP_M`` tile rows at a time: programs that run together share
+rows of x and of the weight in L2. With ``FLAT`` the compiler makes one loop of those over tiles and over k: the next
+tile's first bulk copies are asked for before this one is scaled and stored, where otherwise each tile begins with empty
+buffers.
 
     x tile [BLOCK_M, BLOCK_K], weight tile [BLOCK_N, BLOCK_K] -> shared by TMA, ``num_stages`` deep
     accumulator [BLOCK_M, BLOCK_N] fp32 (int32 for int8) in registers -> scaled once per tile -> bf16 -> TMA store
@@ -46,15 +48,16 @@ def _scaled(acc, first_token, row, w_scale_ptr, x_scale_ptr, bias_ptr, m, n, KIN
 def mm_kernel(x_desc, w_desc, out_desc, w_scale_ptr, x_scale_ptr, bias_ptr, out_scale_ptr, m, n, k,
               KIND: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
               GROUP_M: tl.constexpr, EPILOGUE: tl.constexpr, PER_TOKEN: tl.constexpr, HAS_BIAS: tl.constexpr,
-              GATED: tl.constexpr, PDL: tl.constexpr) -> None:
+              GATED: tl.constexpr, FLAT: tl.constexpr, PDL: tl.constexpr) -> None:
     """Stores let TMA drop what lies beyond the ends."""
     COLS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N // EPILOGUE
     STEP: tl.constexpr = COLS if GATED else BLOCK_N
     tiles_m = tl.cdiv(m, BLOCK_M)
     tiles_n = tl.cdiv(n // 2 if GATED else n, STEP)
+    tl.assume(k > 0)
     gdc_launch(PDL)
     gdc_wait(PDL)
-    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0), tiles_m * tiles_n, tl.num_programs(0), flatten=FLAT):
         group = tile // (GROUP_M * tiles_n)
         height = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
         inside = tile % (GROUP_M * tiles_n)
@@ -99,7 +102,7 @@ def launch_mm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, config: 
               gated: bool = False, out_scale: torch.Tensor | None = None) -> None:
     """out [m, n] = x [m, k] weight [n, k]^T; contiguous, rows of 16 n bytes (TMA), k and n as supports() allowed.
 
-    ``config.meta``: BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, EPILOGUE (1 or 2), PROGRAMS (as many as multiprocessors).
+    ``config.meta``: BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, EPILOGUE (1 or 2), PROGRAMS (as many as multiprocessors), FLAT.
     ``gated``: out is [m, n / 2], silu of the first half of the weight's rows times the second; fp8 with ``out_scale``
     []. Needs an n that is a multiple of 32. Raises ValueError otherwise.
     """
@@ -117,4 +120,4 @@ def launch_mm(x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, config: 
         some if w_scale is None else w_scale, some if x_scale is None else x_scale, some if bias is None else bias,
         some if out_scale is None else out_scale, m, n, k, KIND=kind, BLOCK_M=tile_m, BLOCK_N=tile_n, BLOCK_K=tile_k,
         GROUP_M=config["GROUP_M"], EPILOGUE=config["EPILOGUE"], PER_TOKEN=x_scale is not None and x_scale.ndim > 0,
-        HAS_BIAS=bias is not None, GATED=gated, **launch_options(config))
+        HAS_BIAS=bias is not None, GATED=gated, FLAT=bool(config.get("FLAT")), **launch_options(config))
