@@ -42,7 +42,7 @@ from engines.kernels.attention_walk import (
     walk_options,
 )
 from engines.kernels.impl import DeviceFacts, KernelConfig
-from engines.kernels.jit import INTERPRETED, ActQuant, gdc_launch, gdc_wait, next_pow2
+from engines.kernels.jit import INTERPRETED, ActQuant, gdc_launch, gdc_wait, next_pow2, scale_at
 from engines.kernels.quantize import check_act, store_act_twin
 from engines.kernels.read_ahead import ReadAhead, read_ahead
 from engines.kernels.read_ahead import arguments as read_ahead_arguments
@@ -63,6 +63,8 @@ def decode_kernel(q_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, acc_ptr, stats_ptr, 
     kv_head = tl.program_id(0)
     item = tl.program_id(1)
     gdc_launch(PDL)
+    scale = score_scale(sm_scale, k_ptr, k_scale_ptr, SOFTCAP)
+    v_scale, input_scale = scale_at(v_scale_ptr), scale_at(input_scale_ptr)
     gdc_wait(PDL)
     items, sequence, begin, end, seq_len, split, splits = load_item(plan_ptr, item)
     if AHEAD and item >= items:
@@ -77,7 +79,6 @@ def decode_kernel(q_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, acc_ptr, stats_ptr, 
         q = tl.load(q_ptr + ((token * num_kv_heads + kv_head) * GQA + row % GQA)[:, None] * HEAD_DIM + dims[None, :],
                     mask=(row < LIVE)[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
         q = rows_in_place(query_operand(q, k_ptr, EXACT), k_ptr)
-        scale = score_scale(sm_scale, k_ptr, k_scale_ptr, SOFTCAP)
         last_key = seq_len - QUERY_LEN + row // GQA
         table = table_ptr + sequence.to(tl.int64) * table_stride
         m = tl.full((ROWS,), float("-inf"), tl.float32)
@@ -97,24 +98,42 @@ def decode_kernel(q_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, acc_ptr, stats_ptr, 
                                         WINDOW, SOFTCAP, CODES, CODES, EXACT)
         acc = rows_in_place(acc, k_ptr)
         finish_item(m, total, acc, item, split, splits, sequence, kv_head, row, dims, acc_ptr, stats_ptr, counter_ptr,
-                    v_scale_ptr, out_ptr, scales_ptr, input_scale_ptr, pre_quant_ptr, out_stride, num_groups,
-                    num_kv_heads, QUERY_LEN, GQA, HEAD_DIM, LIVE2, GATHER, CHUNK, QUANT, GROUP)
+                    v_scale, out_ptr, scales_ptr, input_scale, pre_quant_ptr, out_stride, num_groups, num_kv_heads,
+                    QUERY_LEN, GQA, HEAD_DIM, LIVE2, GATHER, CHUNK, QUANT, GROUP)
+
+
+#: Registers a thread with which two programs of eight warps fit on a multiprocessor (or one beside half of the qkv
+#: linear's), and twelve of one warp.
+_HALF, _TWELFTH = 128, 168
+
+
+def _bound(registers: int) -> dict[str, int]:
+    """A config's entry for the most registers a thread may have; 0: none."""
+    return {"REGISTERS": registers} if registers else {}
 
 
 def _fused(sms: int, kv_bytes: int) -> list[dict[str, int]]:
     """Configs of the kernel that rotates and stores its own token: wide tiles, shared by eight warps, so that a short
     context is one; a long one is a wave or two of programs. The last is for little shared memory."""
-    tiles = [(128, 3), (256, 3), (256, 2)] if kv_bytes == 1 else [(256, 2), (128, 3), (128, 2)]
+    if kv_bytes == 1:
+        tiles = [(128, 3, 0), (128, 3, _HALF), (256, 3, 0), (256, 2, 0)]
+    else:
+        tiles = [(256, 2, 0), (256, 2, _HALF), (128, 3, _HALF), (128, 2, _HALF)]
     return [{"FUSED": 1, "TILE": tile, "SPLIT": 0, "TARGET": target, "MIN_SPLIT": 128, "TAIL": 1, "num_warps": 8,
-             "num_stages": stages} for tile, stages in tiles for target in (sms, 2 * sms)]
+             "num_stages": stages} | _bound(registers)
+            for tile, stages, registers in tiles for target in (sms, 2 * sms)]
 
 
 def _lone(sms: int, kv_bytes: int, deterministic: bool) -> list[dict[str, int]]:
     """Configs of this kernel: one warp a program, many programs."""
-    tiles = [(32, 4, 1), (64, 3, 1)] if kv_bytes == 1 else [(16, 4, 0), (32, 3, 0), (16, 4, 1)]
+    if kv_bytes == 1:
+        tiles = [(32, 4, 1, _TWELFTH), (64, 3, 1, 0)]
+    else:
+        tiles = [(16, 4, 0, _TWELFTH), (32, 3, 0, 0), (16, 4, 1, _TWELFTH)]
     rules = [(512, 0, 0), (256, 0, 0)] if deterministic else [(0, 4 * sms, 64), (0, 3 * sms, 128)]
     return [{"FUSED": 0, "TILE": tile, "SPLIT": split, "TARGET": target, "MIN_SPLIT": least, "TAIL": tail,
-             "num_warps": 1, "num_stages": stages} for tile, stages, tail in tiles[: 2 if deterministic else None]
+             "num_warps": 1, "num_stages": stages} | _bound(registers)
+            for tile, stages, tail, registers in tiles[: 2 if deterministic else None]
             for split, target, least in rules]
 
 

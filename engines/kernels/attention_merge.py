@@ -23,7 +23,7 @@ from engines.kernels.jit import arrives_last, next_pow2
 
 
 @triton.jit
-def _store_item(y, sequence, kv_head, row, dims, out_ptr, scales_ptr, input_scale_ptr, pre_quant_ptr, out_stride,
+def _store_item(y, sequence, kv_head, row, dims, out_ptr, scales_ptr, input_scale, pre_quant_ptr, out_stride,
                 num_groups, QUERY_LEN: tl.constexpr, GQA: tl.constexpr, HEAD_DIM: tl.constexpr, QUANT: tl.constexpr,
                 GROUP: tl.constexpr) -> None:
     """Store ``y`` [R, D] of rows ``row`` [R] (row = token * GQA + head in group) of a (sequence, kv head)."""
@@ -31,8 +31,8 @@ def _store_item(y, sequence, kv_head, row, dims, out_ptr, scales_ptr, input_scal
         token = sequence
     else:
         token = (sequence * QUERY_LEN + row // GQA)[:, None]
-    store_rows(y, token, kv_head * GQA + row % GQA, row < QUERY_LEN * GQA, dims, out_ptr, scales_ptr, input_scale_ptr,
-               pre_quant_ptr, out_stride, num_groups, HEAD_DIM, QUANT, GROUP)
+    store_rows(y, token, kv_head * GQA + row % GQA, row < QUERY_LEN * GQA, dims, kv_head * GQA, GQA, out_ptr,
+               scales_ptr, input_scale, pre_quant_ptr, out_stride, num_groups, HEAD_DIM, QUANT, GROUP)
 
 
 @triton.jit
@@ -59,33 +59,29 @@ def _add_up(first, count, step, kv_head, num_kv_heads, row, dims, acc_ptr, stats
         live = (index < count)[:, None] & (row < LIVE)[None, :]
         part_m = tl.load(stats_ptr + slot * 2, mask=live, other=float("-inf"), cache_modifier=".cg")
         part_l = tl.load(stats_ptr + slot * 2 + 1, mask=live, other=0.0, cache_modifier=".cg")
+        part = tl.load(acc_ptr + slot[:, :, None] * HEAD_DIM + dims[None, None, :],
+                       mask=live[:, :, None] & (dims < HEAD_DIM)[None, None, :], other=0.0, cache_modifier=".cg")
         new_m = tl.maximum(m, tl.max(part_m, 0))
         safe = tl.where(new_m == float("-inf"), 0.0, new_m)
         old = tl.exp2(m - safe)
-        total = total * old + tl.sum(tl.exp2(part_m - safe[None, :]) * part_l, 0)
-        acc *= old[:, None]
-        for i in tl.static_range(CHUNK):
-            own = (tl.cast(first + (start + i) * step, tl.int64) * num_kv_heads + kv_head) * LIVE + row
-            known = (row < LIVE) & (start + i < count)
-            part_m = tl.load(stats_ptr + own * 2, mask=known, other=float("-inf"), cache_modifier=".cg")
-            part = tl.load(acc_ptr + own[:, None] * HEAD_DIM + dims[None, :],
-                           mask=known[:, None] & (dims < HEAD_DIM)[None, :], other=0.0, cache_modifier=".cg")
-            acc += tl.exp2(part_m - safe)[:, None] * part
+        weight = tl.exp2(part_m - safe[None, :])
+        total = total * old + tl.sum(weight * part_l, 0)
+        acc = acc * old[:, None] + tl.sum(weight[:, :, None] * part, 0)
         m = new_m
     return m, total, acc
 
 
 @triton.jit
 def finish_item(m, total, acc, item, split, splits, sequence, kv_head, row, dims, acc_ptr, stats_ptr, counter_ptr,
-                v_scale_ptr, out_ptr, scales_ptr, input_scale_ptr, pre_quant_ptr, out_stride, num_groups, num_kv_heads,
+                v_scale, out_ptr, scales_ptr, input_scale, pre_quant_ptr, out_stride, num_groups, num_kv_heads,
                 QUERY_LEN: tl.constexpr, GQA: tl.constexpr, HEAD_DIM: tl.constexpr, LIVE2: tl.constexpr,
                 GATHER: tl.constexpr, CHUNK: tl.constexpr, QUANT: tl.constexpr, GROUP: tl.constexpr) -> None:
     """The end of an item's program, whose sums are (m, total, acc) [R ...]. LIVE2 >= query_len * GQA rows are added up.
     The grid's second size is the workspace's capacity."""
     LIVE: tl.constexpr = QUERY_LEN * GQA
     if splits == 1:
-        _store_item(normalised(acc, total, v_scale_ptr), sequence, kv_head, row, dims, out_ptr, scales_ptr,
-                    input_scale_ptr, pre_quant_ptr, out_stride, num_groups, QUERY_LEN, GQA, HEAD_DIM, QUANT, GROUP)
+        _store_item(normalised(acc, total, v_scale), sequence, kv_head, row, dims, out_ptr, scales_ptr,
+                    input_scale, pre_quant_ptr, out_stride, num_groups, QUERY_LEN, GQA, HEAD_DIM, QUANT, GROUP)
     else:
         _leave(m, total, acc, item, kv_head, num_kv_heads, row, dims, acc_ptr, stats_ptr, LIVE, HEAD_DIM)
         rows = tl.arange(0, LIVE2)
@@ -104,8 +100,8 @@ def finish_item(m, total, acc, item, split, splits, sequence, kv_head, row, dims
                     top, weight, sums = _add_up(item - split, leaders, GATHER, kv_head, num_kv_heads, rows, dims,
                                                acc_ptr, stats_ptr, LIVE, HEAD_DIM, CHUNK)
             if done:
-                _store_item(normalised(sums, weight, v_scale_ptr), sequence, kv_head, rows, dims, out_ptr, scales_ptr,
-                            input_scale_ptr, pre_quant_ptr, out_stride, num_groups, QUERY_LEN, GQA, HEAD_DIM, QUANT,
+                _store_item(normalised(sums, weight, v_scale), sequence, kv_head, rows, dims, out_ptr, scales_ptr,
+                            input_scale, pre_quant_ptr, out_stride, num_groups, QUERY_LEN, GQA, HEAD_DIM, QUANT,
                             GROUP)
 
 

@@ -43,7 +43,7 @@ from engines.kernels.attention_step import (
 )
 from engines.kernels.attention_twin import attend_twin, gather_cache
 from engines.kernels.impl import DeviceFacts, KernelConfig
-from engines.kernels.jit import INTERPRETED, ActQuant, gdc_launch, gdc_wait, launch_options, next_pow2
+from engines.kernels.jit import INTERPRETED, ActQuant, gdc_launch, gdc_wait, launch_options, next_pow2, scale_at
 from engines.kernels.quantize import check_act, store_act_twin
 from engines.kernels.rope_kv import check_cache
 
@@ -77,6 +77,8 @@ def prefill_kernel(q_ptr, k_ptr, v_ptr, k_desc, v_desc, table_ptr, cu_q_ptr, seq
     kv_head = tl.program_id(1)
     sequence = tl.program_id(2)
     gdc_launch(PDL)
+    scale = score_scale(sm_scale, k_ptr, k_scale_ptr, SOFTCAP)
+    v_scale, input_scale = scale_at(v_scale_ptr), scale_at(input_scale_ptr)
     gdc_wait(PDL)
     begin_q = tl.load(cu_q_ptr + sequence)
     new = tl.load(cu_q_ptr + sequence + 1) - begin_q
@@ -90,7 +92,6 @@ def prefill_kernel(q_ptr, k_ptr, v_ptr, k_desc, v_desc, table_ptr, cu_q_ptr, seq
         q = tl.load(q_ptr + where[:, None] * HEAD_DIM + dims[None, :], mask=live[:, None] & (dims < HEAD_DIM)[None, :],
                     other=0.0)
         q = query_operand(q, k_ptr, EXACT)
-        scale = score_scale(sm_scale, k_ptr, k_scale_ptr, SOFTCAP)
         last_key = cached + token
         if BLOCK_SIZE > 0:
             table = table_ptr + sequence.to(tl.int64) * table_stride
@@ -122,9 +123,8 @@ def prefill_kernel(q_ptr, k_ptr, v_ptr, k_desc, v_desc, table_ptr, cu_q_ptr, seq
                 m, total, acc = attention_step(q, m, total, acc, start, end, last_key, table, k_ptr, v_ptr, kv_head,
                                                num_kv_heads, kv_stride, dims, scale, HEAD_DIM, BLOCK_SIZE, TILE, True,
                                                True, WINDOW, SOFTCAP, EXACT)
-        store_rows(normalised(acc, total, v_scale_ptr), (begin_q + token)[:, None], kv_head * GQA + row % GQA, live,
-                   dims,
-                   out_ptr, None, input_scale_ptr, pre_quant_ptr, out_stride, 0, HEAD_DIM, QUANT, 0)
+        store_rows(normalised(acc, total, v_scale), (begin_q + token)[:, None], kv_head * GQA + row % GQA, live, dims,
+                   0, 0, out_ptr, None, input_scale, pre_quant_ptr, out_stride, 0, HEAD_DIM, QUANT, 0)
 
 
 def candidates(head_dim: int, gqa: int, kv_bytes: int, device: DeviceFacts) -> Sequence[KernelConfig]:

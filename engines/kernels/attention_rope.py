@@ -38,7 +38,7 @@ from engines.kernels.attention_plan import Workspace, load_item
 from engines.kernels.attention_step import capped, query_operand, score_scale
 from engines.kernels.attention_walk import attend_tile, block_numbers, load_tile_of, walk
 from engines.kernels.impl import KernelConfig
-from engines.kernels.jit import INTERPRETED, ActQuant, gdc_launch, gdc_wait, launch_options, next_pow2
+from engines.kernels.jit import INTERPRETED, ActQuant, gdc_launch, gdc_wait, launch_options, next_pow2, scale_at
 from engines.kernels.quantize import check_act
 from engines.kernels.read_ahead import ReadAhead, read_ahead
 from engines.kernels.read_ahead import arguments as read_ahead_arguments
@@ -70,6 +70,8 @@ def rope_decode_kernel(qkv_ptr, cos_sin_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, 
     kv_head = tl.program_id(0)
     item = tl.program_id(1)
     gdc_launch(PDL)
+    scale = score_scale(sm_scale, k_ptr, k_scale_ptr, SOFTCAP)
+    k_scale, v_scale, input_scale = scale_at(k_scale_ptr), scale_at(v_scale_ptr), scale_at(input_scale_ptr)
     if not EARLY:
         gdc_wait(PDL)
     items, sequence, begin, end, seq_len, split, splits = load_item(plan_ptr, item)
@@ -93,12 +95,6 @@ def rope_decode_kernel(qkv_ptr, cos_sin_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, 
     cos = tl.load(angle, mask=real, other=0.0)
     sin = tl.load(angle + HALF, mask=real, other=0.0) * tl.where(dims < HALF, -1.0, 1.0)
     block = tl.load(table + position // BLOCK_SIZE).to(tl.int64)
-    k_inverse = 1.0
-    v_inverse = 1.0
-    if k_scale_ptr is not None:
-        k_inverse = 1.0 / tl.load(k_scale_ptr)
-        v_inverse = 1.0 / tl.load(v_scale_ptr)
-    scale = score_scale(sm_scale, k_ptr, k_scale_ptr, SOFTCAP)
     if EARLY:
         gdc_wait(PDL)
     if mine:
@@ -108,9 +104,9 @@ def rope_decode_kernel(qkv_ptr, cos_sin_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, 
         q = _rotated(heads + (kv_head * GQA + row % GQA)[:, None] * HEAD_DIM, dims[None, :], cos[None, :], sin[None, :],
                      live, HALF)
         own_k = heads + (num_kv_heads * GQA + kv_head) * HEAD_DIM
-        new_k = to_cache(_rotated(own_k, dims, cos, sin, real, HALF), k_inverse, k_ptr.dtype.element_ty)
+        new_k = to_cache(_rotated(own_k, dims, cos, sin, real, HALF), 1.0 / k_scale, k_ptr.dtype.element_ty)
         new_v = tl.load(own_k + num_kv_heads * HEAD_DIM + dims, mask=real, other=0.0).to(tl.float32)
-        new_v = to_cache(new_v, v_inverse, v_ptr.dtype.element_ty)
+        new_v = to_cache(new_v, 1.0 / v_scale, v_ptr.dtype.element_ty)
         q = query_operand(q.to(qkv_ptr.dtype.element_ty), k_ptr, EXACT)
         owner = (end == seq_len) & (seq_len > 0)
         run, inner = (block * num_kv_heads + kv_head) * (BLOCK_SIZE * HEAD_DIM), position % BLOCK_SIZE
@@ -128,8 +124,8 @@ def rope_decode_kernel(qkv_ptr, cos_sin_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, 
                                 num_kv_heads, dims, scale, HEAD_DIM, BLOCK_SIZE, TILE, False, False, WINDOW, SOFTCAP,
                                 False, EXACT)
         finish_item(m, total, acc, item, split, splits, sequence, kv_head, row, dims, acc_ptr, stats_ptr, counter_ptr,
-                    v_scale_ptr, out_ptr, scales_ptr, input_scale_ptr, pre_quant_ptr, out_stride, num_groups,
-                    num_kv_heads, QUERY_LEN, GQA, HEAD_DIM, LIVE2, GATHER, CHUNK, QUANT, GROUP)
+                    v_scale, out_ptr, scales_ptr, input_scale, pre_quant_ptr, out_stride, num_groups, num_kv_heads,
+                    QUERY_LEN, GQA, HEAD_DIM, LIVE2, GATHER, CHUNK, QUANT, GROUP)
 
 
 def _check(qkv: torch.Tensor, cos_sin: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,

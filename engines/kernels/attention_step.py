@@ -202,20 +202,19 @@ def attention_step(q, m, total, acc, start, end, last_key, table_ptr, k_ptr, v_p
 
 
 @triton.jit
-def normalised(acc, total, v_scale_ptr) -> tl.tensor:
+def normalised(acc, total, v_scale) -> tl.tensor:
     """acc / l (zeros where nothing was seen), times v_scale."""
-    scale = 1.0 / tl.where(total > 0.0, total, 1.0)
-    if v_scale_ptr is not None:
-        scale = scale * tl.load(v_scale_ptr)
+    scale = 1.0 / tl.where(total > 0.0, total, 1.0) * v_scale
     return acc * scale[:, None]
 
 
 @triton.jit
-def store_rows(y, token, head, live, dims, out_ptr, scales_ptr, input_scale_ptr, pre_quant_ptr, out_stride, num_groups,
-               HEAD_DIM: tl.constexpr, QUANT: tl.constexpr, GROUP: tl.constexpr) -> None:
+def store_rows(y, token, head, live, dims, first, heads, out_ptr, scales_ptr, input_scale, pre_quant_ptr, out_stride,
+               num_groups, HEAD_DIM: tl.constexpr, QUANT: tl.constexpr, GROUP: tl.constexpr) -> None:
     """Store ``y`` [R, D], row r being ``head`` [R] of ``token`` ([R], or one number), where ``live`` [R].
 
-    Group modes need one token, heads in sequence and a power-of-two HEAD_DIM: the rows then are one run of columns.
+    Group modes need one token, ``heads`` heads in sequence from ``first`` and a power-of-two HEAD_DIM: the rows then
+    are one run of columns.
     """
     cols = head[:, None] * HEAD_DIM + dims[None, :]
     mask = live[:, None] & (dims < HEAD_DIM)[None, :]
@@ -223,8 +222,9 @@ def store_rows(y, token, head, live, dims, out_ptr, scales_ptr, input_scale_ptr,
         y = y * tl.load(pre_quant_ptr + cols, mask=mask, other=0.0).to(tl.float32)
     if QUANT == 4 or QUANT == 5:
         SIZE: tl.constexpr = y.shape[0] * y.shape[1]
-        store_act(tl.reshape(y, (SIZE,)), 0.0, token, tl.reshape(cols, (SIZE,)), tl.reshape(mask, (SIZE,)), out_ptr,
-                  out_stride, scales_ptr, num_groups, input_scale_ptr, QUANT, GROUP, SIZE)
+        store_act(tl.reshape(y, (SIZE,)), 0.0, token, tl.reshape(cols, (SIZE,)), tl.reshape(mask, (SIZE,)),
+                  first * HEAD_DIM, (first + heads) * HEAD_DIM, out_ptr, out_stride, scales_ptr, num_groups,
+                  input_scale, QUANT, GROUP, SIZE)
     else:
-        store_act(y, 0.0, token, cols, mask, out_ptr, out_stride, scales_ptr, num_groups, input_scale_ptr, QUANT, GROUP,
-                  1)
+        store_act(y, 0.0, token, cols, mask, 0, 0, out_ptr, out_stride, scales_ptr, num_groups, input_scale, QUANT,
+                  GROUP, 1)

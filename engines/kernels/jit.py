@@ -132,6 +132,21 @@ def silu(x) -> tl.tensor:
 
 
 @triton.jit
+def _add_and_larger(a, b, c, d):
+    return a + c, tl.maximum(b, d)
+
+
+@triton.jit
+def sum_and_max(x, y) -> tuple[tl.tensor, tl.tensor]:
+    """(sum of ``x``, largest of ``y``), both [N], in one reduction: the second would cost three more barriers."""
+    if _INTERPRETED:  # which walks through a custom reduction number by number
+        r = tl.sum(x, 0), tl.max(y, 0)
+    else:
+        r = tl.reduce((x, y), 0, _add_and_larger)
+    return r
+
+
+@triton.jit
 def round_even(x) -> tl.tensor:
     """Round to nearest, ties to even, for |x| < 2**22: adding 1.5 * 2**23 leaves no fraction bits in a float32."""
     return (x + 12582912.0) - 12582912.0
@@ -169,6 +184,16 @@ def to_int8(x) -> tl.tensor:
 
 
 @triton.jit
+def scale_at(scale_ptr) -> tl.tensor:
+    """The scale at ``scale_ptr``, 1.0 where there is none. Scales that the build fixed are read before PDL's wait: at
+    the end of a kernel nothing would hide their way from memory (a step's weights drive them out of the caches)."""
+    scale = 1.0
+    if scale_ptr is not None:
+        scale = tl.load(scale_ptr)
+    return scale
+
+
+@triton.jit
 def scale_of(amax, QMAX: tl.constexpr) -> tl.tensor:
     """The scale that maps ``amax`` to the largest code."""
     return tl.maximum(amax, 1e-12) / QMAX
@@ -188,22 +213,23 @@ def dp4a(a, b, c, ASM: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
-def store_act(y, amax, row, cols, mask, out_ptr, out_stride, scales_ptr, num_groups, input_scale_ptr,
+def store_act(y, amax, row, cols, mask, first, end, out_ptr, out_stride, scales_ptr, num_groups, input_scale,
               QUANT: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr) -> None:
     """Epilogue: store ``y`` [BLOCK] float32 (zero where masked off) as columns ``cols`` of ``row``, quantized by QUANT.
 
-    ``amax`` is the amax of the whole row: read by the per-token modes only (others pass 0.0). ``cols`` must be a
-    contiguous run that starts at a multiple of GROUP for the group modes, and GROUP must divide BLOCK and the row.
-    ``out_stride`` is the rows' stride; group scales are contiguous [m, num_groups]; offsets are int64.
+    ``amax`` is the amax of the whole row: read by the per-token modes only (others pass 0.0). For the group modes
+    ``cols`` is the run of columns from ``first``, a multiple of GROUP, of which those below ``end`` exist; GROUP
+    divides BLOCK and the row (others pass 0 and 0; found by reductions, they would cost ten barriers). ``input_scale``
+    is the static modes' (``scale_at``). ``out_stride`` is the rows' stride; group scales are contiguous [m,
+    num_groups]; offsets are int64.
     """
     base = out_ptr + tl.cast(row, tl.int64) * out_stride
     if QUANT == _NONE:
         tl.store(base + cols, y.to(out_ptr.dtype.element_ty), mask=mask)
     elif QUANT == _FP8_STATIC:
-        inverse = 1.0 / tl.load(input_scale_ptr)
-        tl.store(base + cols, to_fp8(y * inverse), mask=mask)
+        tl.store(base + cols, to_fp8(y * (1.0 / input_scale)), mask=mask)
     elif QUANT == _INT8_STATIC:
-        tl.store(base + cols, to_int8(y * (1.0 / tl.load(input_scale_ptr))), mask=mask)
+        tl.store(base + cols, to_int8(y * (1.0 / input_scale)), mask=mask)
     elif QUANT == _FP8_TOKEN:
         scale = scale_of(amax, 448.0)
         tl.store(base + cols, to_fp8(y * (1.0 / scale)), mask=mask)
@@ -222,9 +248,8 @@ def store_act(y, amax, row, cols, mask, out_ptr, out_stride, scales_ptr, num_gro
             tl.store(base + cols, to_fp8(scaled), mask=mask)
         else:
             tl.store(base + cols, to_int8(scaled), mask=mask)
-        groups = tl.min(cols, 0) // GROUP + tl.arange(0, BLOCK // GROUP)
-        known = tl.max(tl.reshape((mask & (cols >= 0)).to(tl.int32), (BLOCK // GROUP, GROUP)), 1) > 0
-        tl.store(scales_ptr + tl.cast(row, tl.int64) * num_groups + groups, scale, mask=known)
+        groups = first // GROUP + tl.arange(0, BLOCK // GROUP)
+        tl.store(scales_ptr + tl.cast(row, tl.int64) * num_groups + groups, scale, mask=groups * GROUP < end)
 
 
 @triton.jit

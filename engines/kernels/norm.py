@@ -8,9 +8,8 @@ One program holds one row [n] in registers: every byte is read once and written 
 rounding, as it is what the residual stream stores: any later re-read computes the same row.
 
 At 1 to 256 tokens the bytes are nothing (16 KiB a row) and latency is everything: a load, one reduction across warps,
-a store. So constants (weight, pre_quant_scale) are loaded before PDL's wait, both row loads are issued together, and
-the per-token amax needs no second dependent reduction: max|y| = rsqrt(..) * max|h * weight|, found beside the sum of
-squares.
+a store. So constants (weight, scales) are loaded before PDL's wait, both row loads are issued together, and the
+per-token amax needs no reduction of its own: max|y| = rsqrt(..) * max|h * weight|, found with the sum of squares.
 
 Without ``residual`` it is the first norm of the model (``residual_out`` then stores x itself if given). With ``rows``
 [r] it is the last one: output row i is made from row rows[i] of x and residual, so that only rows that will be sampled
@@ -26,7 +25,16 @@ import triton
 import triton.language as tl
 
 from engines.kernels.impl import DeviceFacts, KernelConfig
-from engines.kernels.jit import ActQuant, gdc_launch, gdc_wait, launch_options, next_pow2, store_act
+from engines.kernels.jit import (
+    ActQuant,
+    gdc_launch,
+    gdc_wait,
+    launch_options,
+    next_pow2,
+    scale_at,
+    store_act,
+    sum_and_max,
+)
 from engines.kernels.quantize import check_act, store_act_twin
 
 
@@ -44,6 +52,7 @@ def norm_kernel(x_ptr, residual_ptr, residual_out_ptr, rows_ptr, weight_ptr, pre
     weight = tl.load(weight_ptr + cols, mask=mask, other=0.0).to(tl.float32)
     if pre_quant_ptr is not None:
         weight = weight * tl.load(pre_quant_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    input_scale = scale_at(input_scale_ptr)
     gdc_wait(PDL)
     if FENCE:
         gdc_launch(PDL)
@@ -59,13 +68,13 @@ def norm_kernel(x_ptr, residual_ptr, residual_out_ptr, rows_ptr, weight_ptr, pre
         tl.store(residual_out_ptr + tl.cast(row, tl.int64) * residual_out_stride + cols, x, mask=mask)
     h = x.to(tl.float32)
     y = h * weight
-    rstd = tl.rsqrt(tl.sum(h * h, 0) / n + eps)
     if QUANT == 2 or QUANT == 3:
-        amax = tl.max(tl.abs(y), 0) * rstd
+        squares, amax = sum_and_max(h * h, tl.abs(y))
     else:
-        amax = 0.0
-    store_act(y * rstd, amax, row, cols, mask, out_ptr, out_stride, scales_ptr, num_groups, input_scale_ptr, QUANT,
-              GROUP, BLOCK)
+        squares, amax = tl.sum(h * h, 0), 0.0
+    rstd = tl.rsqrt(squares / n + eps)
+    store_act(y * rstd, amax * rstd, row, cols, mask, 0, n, out_ptr, out_stride, scales_ptr, num_groups, input_scale,
+              QUANT, GROUP, BLOCK)
 
 
 def candidates(n: int, device: DeviceFacts) -> Sequence[KernelConfig]:

@@ -37,12 +37,19 @@ from pathlib import Path
 from typing import Any
 
 _SASS_LINE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)")
+#: What ``KernelFacts.order`` tells: a letter for mnemonics that begin so.
+_ORDER = {"LDG": "L", "STG": "S", "BAR": "B", "ACQBULK": "W", "HGMMA": "M", "QGMMA": "M", "IGMMA": "M", "HMMA": "M",
+          "IMMA": "M"}
 _USAGE = re.compile(r"REG:(\d+)\s+STACK:(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
 class KernelFacts:
-    """What one compiled variant costs. ``registers`` per thread; ``stack`` and ``shared`` in bytes per thread / CTA."""
+    """What one compiled variant costs. ``registers`` per thread; ``stack`` and ``shared`` in bytes per thread / CTA.
+
+    ``order``: how reads of memory (L), stores (S), barriers (B), matrix instructions (M) and PDL's wait (W) follow each
+    other in the code. A read at the end of a kernel is waited for by everybody and hidden by nothing.
+    """
 
     name: str
     capability: int
@@ -50,6 +57,7 @@ class KernelFacts:
     stack: int
     shared: int
     opcodes: Mapping[str, int]
+    order: str
 
     def count(self, prefix: str) -> int:
         """Instructions whose mnemonic is ``prefix`` or begins with ``prefix.`` (``LDG.E.128`` finds its modifiers)."""
@@ -114,10 +122,13 @@ def compile_for(fn: Any, signature: Mapping[str, str], constexprs: Mapping[str, 
         options["maxnreg"] = registers
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     registers, stack, opcodes = _read_cubin(compiled.asm["cubin"])
-    return KernelFacts(fn.__name__, capability, registers, stack, int(compiled.metadata.shared), opcodes)
+    order = "".join(_ORDER.get(op.partition(".")[0], "") for op in opcodes)
+    return KernelFacts(fn.__name__, capability, registers, stack, int(compiled.metadata.shared), dict(Counter(opcodes)),
+                       order)
 
 
-def _read_cubin(cubin: bytes) -> tuple[int, int, dict[str, int]]:
+def _read_cubin(cubin: bytes) -> tuple[int, int, list[str]]:
+    """Registers, stack, and the mnemonics in their order."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -129,7 +140,7 @@ def _read_cubin(cubin: bytes) -> tuple[int, int, dict[str, int]]:
     usage = _USAGE.search(dump[0])
     if usage is None:
         raise RuntimeError(f"cuobjdump printed no resource usage: {dump[0][:200]!r}")
-    return int(usage[1]), int(usage[2]), dict(Counter(_SASS_LINE.findall(dump[1])))
+    return int(usage[1]), int(usage[2]), _SASS_LINE.findall(dump[1])
 
 
 class _AbsentDevice:

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from engines.kernels.impl import DeviceFacts, KernelConfig
-from engines.kernels.jit import ActQuant, gdc_launch, gdc_wait, launch_options, next_pow2, store_act
+from engines.kernels.jit import ActQuant, gdc_launch, gdc_wait, launch_options, next_pow2, scale_at, store_act
 
 FP8_MAX = 448.0
 INT8_MAX = 127.0
@@ -89,12 +89,13 @@ def quantize_kernel(x_ptr, pre_quant_ptr, out_ptr, scales_ptr, input_scale_ptr, 
     gdc_launch(PDL)
     if pre_quant_ptr is not None:
         factor = tl.load(pre_quant_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    input_scale = scale_at(input_scale_ptr)
     gdc_wait(PDL)
     y = tl.load(x_ptr + tl.cast(row, tl.int64) * x_stride + cols, mask=mask, other=0.0).to(tl.float32)
     if pre_quant_ptr is not None:
         y = y * factor
     amax = tl.max(tl.abs(y), 0)
-    store_act(y, amax, row, cols, mask, out_ptr, out_stride, scales_ptr, num_groups, input_scale_ptr, QUANT, GROUP,
+    store_act(y, amax, row, cols, mask, 0, n, out_ptr, out_stride, scales_ptr, num_groups, input_scale, QUANT, GROUP,
               BLOCK)
 
 

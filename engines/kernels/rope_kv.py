@@ -39,7 +39,7 @@ import triton
 import triton.language as tl
 
 from engines.kernels.impl import DeviceFacts, KernelConfig
-from engines.kernels.jit import gdc_launch, gdc_wait, launch_options, next_pow2, to_fp8, to_int8
+from engines.kernels.jit import gdc_launch, gdc_wait, launch_options, next_pow2, scale_at, to_fp8, to_int8
 from engines.kernels.quantize import FP8_MAX, INT8_MAX
 
 
@@ -66,11 +66,11 @@ def v_place(inner, dims, block_size, head_dim, dtype: tl.constexpr) -> tl.tensor
 
 
 @triton.jit
-def _load_part(x_ptr, bias_ptr, weight_q_ptr, weight_k_ptr, offsets, dims, is_q, mask) -> tl.tensor:
-    """A [HEADS, dims] part of the row in float32 with its bias, and the norm weights for it (1 without norm)."""
-    x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+def _constants(bias_ptr, weight_q_ptr, weight_k_ptr, offsets, dims, is_q, mask) -> tuple[tl.tensor, tl.tensor]:
+    """Bias (0 without) and norm weights (1 without) of a [HEADS, dims] part of a row, float32."""
+    bias = 0.0
     if bias_ptr is not None:
-        x += tl.load(bias_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
+        bias = tl.load(bias_ptr + offsets, mask=mask, other=0.0).to(tl.float32)
     if weight_q_ptr is not None:
         in_head = mask & (offsets >= 0)
         weight_q = tl.load(weight_q_ptr + dims + tl.zeros_like(offsets), mask=in_head & is_q, other=0.0).to(tl.float32)
@@ -78,7 +78,7 @@ def _load_part(x_ptr, bias_ptr, weight_q_ptr, weight_k_ptr, offsets, dims, is_q,
         weight = weight_q + weight_k
     else:
         weight = 1.0
-    return x, weight
+    return bias, weight
 
 
 @triton.jit
@@ -118,28 +118,27 @@ def rope_kv_kernel(qkv_ptr, bias_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, posit
     known = heads < num_heads + 2 * num_kv_heads
     mask = known & (dims < rotary_half)
     gdc_launch(PDL)
-    k_inverse = 1.0
-    v_inverse = 1.0
-    if k_scale_ptr is not None:
-        k_inverse = 1.0 / tl.load(k_scale_ptr)
-        v_inverse = 1.0 / tl.load(v_scale_ptr)
+    k_inverse, v_inverse = 1.0 / scale_at(k_scale_ptr), 1.0 / scale_at(v_scale_ptr)
+    offsets = heads * head_dim + dims
+    low_bias, low_weight = _constants(bias_ptr, q_norm_ptr, k_norm_ptr, offsets, dims, is_q, mask)
+    high_bias, high_weight = _constants(bias_ptr, q_norm_ptr, k_norm_ptr, offsets + rotary_half, dims + rotary_half,
+                                        is_q, mask)
+    if REST > 0:
+        tail = tl.arange(0, REST)[None, :] + 2 * rotary_half
+        tail_mask = known & (tail < head_dim)
+        rest_bias, rest_weight = _constants(bias_ptr, q_norm_ptr, k_norm_ptr, heads * head_dim + tail, tail, is_q,
+                                            tail_mask)
     gdc_wait(PDL)
     row = qkv_ptr + tl.cast(token, tl.int64) * qkv_stride
-    offsets = heads * head_dim + dims
-    low, low_weight = _load_part(row, bias_ptr, q_norm_ptr, k_norm_ptr, offsets, dims, is_q, mask)
-    high, high_weight = _load_part(row, bias_ptr, q_norm_ptr, k_norm_ptr, offsets + rotary_half, dims + rotary_half,
-                                   is_q,
-                                   mask)
+    low = tl.load(row + offsets, mask=mask, other=0.0).to(tl.float32) + low_bias
+    high = tl.load(row + offsets + rotary_half, mask=mask, other=0.0).to(tl.float32) + high_bias
     slot = tl.load(slots_ptr + token).to(tl.int64)
     table = cos_sin_ptr + tl.load(positions_ptr + token).to(tl.int64) * (2 * rotary_half) + dims
     turn = mask & rotated
     cos = tl.load(table + tl.zeros_like(heads), mask=turn, other=1.0)
     sin = tl.load(table + rotary_half + tl.zeros_like(heads), mask=turn, other=0.0)
     if REST > 0:
-        tail = tl.arange(0, REST)[None, :] + 2 * rotary_half
-        tail_mask = known & (tail < head_dim)
-        rest, rest_weight = _load_part(row, bias_ptr, q_norm_ptr, k_norm_ptr, heads * head_dim + tail, tail, is_q,
-                                       tail_mask)
+        rest = tl.load(row + heads * head_dim + tail, mask=tail_mask, other=0.0).to(tl.float32) + rest_bias
     if q_norm_ptr is not None:
         squares = tl.sum(low * low, 1) + tl.sum(high * high, 1)
         if REST > 0:

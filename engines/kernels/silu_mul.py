@@ -18,7 +18,17 @@ import triton
 import triton.language as tl
 
 from engines.kernels.impl import DeviceFacts, KernelConfig
-from engines.kernels.jit import ActQuant, gdc_launch, gdc_wait, launch_options, next_pow2, silu, store_act, tanh
+from engines.kernels.jit import (
+    ActQuant,
+    gdc_launch,
+    gdc_wait,
+    launch_options,
+    next_pow2,
+    scale_at,
+    silu,
+    store_act,
+    tanh,
+)
 from engines.kernels.quantize import check_act, store_act_twin
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
@@ -35,6 +45,7 @@ def silu_mul_kernel(x_ptr, pre_quant_ptr, out_ptr, scales_ptr, input_scale_ptr, 
     gdc_launch(PDL)
     if pre_quant_ptr is not None:
         factor = tl.load(pre_quant_ptr + cols, mask=mask, other=0.0).to(tl.float32)
+    input_scale = scale_at(input_scale_ptr)
     gdc_wait(PDL)
     base = x_ptr + tl.cast(row, tl.int64) * x_stride + cols
     gate = tl.load(base, mask=mask, other=0.0).to(tl.float32)
@@ -49,8 +60,8 @@ def silu_mul_kernel(x_ptr, pre_quant_ptr, out_ptr, scales_ptr, input_scale_ptr, 
         amax = tl.max(tl.abs(y), 0)
     else:
         amax = 0.0
-    store_act(y, amax, row, cols, mask, out_ptr, out_stride, scales_ptr, num_groups, input_scale_ptr, QUANT, GROUP,
-              BLOCK)
+    store_act(y, amax, row, cols, mask, tl.program_id(1) * BLOCK, inter, out_ptr, out_stride, scales_ptr, num_groups,
+              input_scale, QUANT, GROUP, BLOCK)
 
 
 def candidates(inter: int, quant: ActQuant, group: int, device: DeviceFacts) -> Sequence[KernelConfig]:

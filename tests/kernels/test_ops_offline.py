@@ -42,20 +42,21 @@ ROW = {"pre_quant_ptr": None, "rows_ptr": None, "BLOCK": 4096, "FENCE": True}
 ROPE = {name: value for name, value in DECODE.items() if name != "TAIL"} | {"EARLY": True, "GATHER": 16, "CHUNK": 16,
                                                                             "THREADS": 256}
 LONE = {"num_warps": 1, "out_ptr": "*bf16"}
+TWELVE = LONE | {"registers": 168}
 FP8 = {"k_ptr": "*fp8e4nv", "v_ptr": "*fp8e4nv"}
 JOBS = {
     "decode bf16": job(attention_decode.decode_kernel, 90, DECODE | UNSCALED, **LONE, num_stages=3, k_ptr="*bf16",
                        v_ptr="*bf16"),
-    "decode bf16, one block": job(attention_decode.decode_kernel, 90, DECODE | UNSCALED | {"TILE": 16}, **LONE,
+    "decode bf16, one block": job(attention_decode.decode_kernel, 90, DECODE | UNSCALED | {"TILE": 16}, **TWELVE,
                                   num_stages=4, k_ptr="*bf16", v_ptr="*bf16"),
     "decode bf16, last tile apart": job(attention_decode.decode_kernel, 90, DECODE | UNSCALED | {
-        "TAIL": True, "TILE": 16}, **LONE, num_stages=4, k_ptr="*bf16", v_ptr="*bf16"),
+        "TAIL": True, "TILE": 16}, **TWELVE, num_stages=4, k_ptr="*bf16", v_ptr="*bf16"),
     "decode bf16 sm_80": job(attention_decode.decode_kernel, 80, DECODE | UNSCALED | {"AHEAD": 0}, **LONE,
                              num_stages=3, k_ptr="*bf16", v_ptr="*bf16"),
-    "decode fp8": job(attention_decode.decode_kernel, 90, DECODE | CODES, **LONE, num_stages=4, **FP8),
+    "decode fp8": job(attention_decode.decode_kernel, 90, DECODE | CODES, **TWELVE, num_stages=4, **FP8),
     "decode fp8, wide tile": job(attention_decode.decode_kernel, 90, DECODE | CODES | {"TILE": 64}, **LONE,
                                  num_stages=3, **FP8),
-    "decode int8": job(attention_decode.decode_kernel, 90, DECODE | CODES, **LONE, num_stages=4, k_ptr="*i8",
+    "decode int8": job(attention_decode.decode_kernel, 90, DECODE | CODES, **TWELVE, num_stages=4, k_ptr="*i8",
                        v_ptr="*i8"),
     "decode fp8, drafted": job(attention_decode.decode_kernel, 90, DECODE | CODES | {"QUERY_LEN": 5, "ROWS": 32,
                                "LIVE2": 32, "CHUNK": 1}, out_ptr="*bf16", num_warps=2, num_stages=4, **FP8),
@@ -69,6 +70,11 @@ JOBS = {
                            out_ptr="*bf16", **FP8),
     "rope decode fp8, one wide tile": job(attention_rope.rope_decode_kernel, 90, ROPE | {"TILE": 256}, num_warps=8,
                                           num_stages=3, out_ptr="*bf16", **FP8),
+    "rope decode bf16, half the registers": job(attention_rope.rope_decode_kernel, 90, ROPE | UNSCALED | {"TILE": 256},
+                                                num_warps=8, num_stages=2, registers=128, k_ptr="*bf16", v_ptr="*bf16",
+                                                out_ptr="*bf16"),
+    "rope decode fp8, half the registers": job(attention_rope.rope_decode_kernel, 90, ROPE | {"TILE": 128},
+                                               num_warps=8, num_stages=3, registers=128, out_ptr="*bf16", **FP8),
     "prefill bf16": job(attention_prefill.prefill_kernel, 90, HEAD | UNSCALED | NO_ROWS | {"ROWS": 128}, num_warps=8,
                         num_stages=3, k_ptr="*bf16", v_ptr="*bf16", out_ptr="*bf16"),
     "prefill rows": job(attention_prefill.prefill_kernel, 90, HEAD | UNSCALED | {
@@ -79,6 +85,12 @@ JOBS = {
                            out_ptr="*i8"),
     "norm fp8 sm_89": job(norm.norm_kernel, 89, ROW | {"QUANT": 1, "GROUP": 0, "scales_ptr": None}, num_warps=16,
                           out_ptr="*fp8e4nv"),
+    "norm fp8": job(norm.norm_kernel, 90, ROW | {"QUANT": 1, "GROUP": 0, "scales_ptr": None}, num_warps=16,
+                    out_ptr="*fp8e4nv"),
+    "norm int8 token": job(norm.norm_kernel, 90, ROW | {"QUANT": 3, "GROUP": 0, "input_scale_ptr": None}, num_warps=16,
+                           out_ptr="*i8"),
+    "silu int8 group": job(silu_mul.silu_mul_kernel, 90, {"pre_quant_ptr": None, "input_scale_ptr": None, "ACT": 0,
+                                                          "QUANT": 4, "GROUP": 128, "BLOCK": 1024}, out_ptr="*i8"),
     "silu int8 token": job(silu_mul.silu_mul_kernel, 90, {"pre_quant_ptr": None, "input_scale_ptr": None, "ACT": 0,
                                                           "QUANT": 3, "GROUP": 0, "BLOCK": 16384}, num_warps=16,
                            out_ptr="*i8"),
@@ -113,10 +125,16 @@ def test_instructions(compiled):
     for name in ("decode bf16", "decode bf16, one block", "decode fp8", "rope decode fp8, one wide tile"):
         assert compiled[name].count("LDGSTS.E.BYPASS.128") >= 16, "KV tiles must travel in 16-byte copies"
         assert not compiled[name].count("LDS.U8"), "V's codes must not be fetched byte by byte"
-    assert compiled["decode fp8"].registers <= 168, "twelve programs must fit on a multiprocessor"
     assert compiled["prefill bf16"].count("HGMMA") >= 16, "Hopper's prefill must use the warpgroup matrix unit"
     rows = compiled["prefill rows"]
     assert rows.registers <= 128, "two programs must fit on a multiprocessor"
     assert rows.shared <= 227 * 1024 // 2
     assert rows.count("UTMALDG") >= 8
     assert compiled["norm int8 group"].count("LDG.E.128") >= 2
+
+
+def test_a_row_costs_one_reduction(compiled):
+    """At one token a norm's time is its barriers and its latest read."""
+    for name, barriers in (("norm fp8", 2), ("norm int8 token", 2), ("norm int8 group", 4), ("silu int8 group", 2)):
+        assert compiled[name].count("BAR") <= barriers, name
+        assert "L" not in compiled[name].order.partition("B")[2], name

@@ -13,7 +13,8 @@ eighth of it, and Triton falls back to the older ``mma``. With *weights* as rows
 ``TMA`` 0: pointers; 1: weights by TMA; 2: weights and x. TMA fills with zeros beyond the ends. ``SPLIT_K`` programs
 share a tile's k range (see split_k). A row's sum depends on BLOCK_K and SPLIT_K only, so with both held fixed per
 weight a token's result does not depend on its batch mates. ``PREFETCH`` asks for that many bytes of each weight row to
-be brought into L2 before ``gdc_wait``, so that the memory does not idle across the kernel boundary.
+be brought into L2 before ``gdc_wait``, so that the memory does not idle across the kernel boundary. Scales and bias
+are asked for before the loop: at its end their way from memory would be all that a program waits for.
 
 ``KIND`` as in gemv; ``int8_weight`` and ``fp8_weight`` widen the codes to x's type in registers, straight into the
 instruction. ``fp8_block``: both sides are e4m3 and have a scale for every BLOCK_K inputs, so each step's sum leaves the
@@ -46,16 +47,15 @@ def prefetch_l2(pointers, BYTES: tl.constexpr) -> None:
 
 
 @triton.jit
-def store_tokens(acc, w_scale_ptr, x_scale_ptr, bias_ptr, out_ptr, row, token, m, n, KIND: tl.constexpr,
-                 PER_TOKEN: tl.constexpr, HAS_BIAS: tl.constexpr) -> None:
+def store_tokens(acc, w_scale, x_scale, bias, out_ptr, row, token, m, n, KIND: tl.constexpr,
+                 HAS_BIAS: tl.constexpr) -> None:
     """Scale an accumulator [rows, tokens] fp32, add the bias, and store it transposed into out [m, n]."""
-    valid = tl.minimum(row, n - 1)
     if KIND != "float" and KIND != "fp8_block":
-        acc *= tl.load(w_scale_ptr + valid)[:, None]
+        acc *= w_scale[:, None]
     if KIND == "int8" or KIND == "fp8":
-        acc *= tl.load(x_scale_ptr + tl.minimum(token, m - 1) * PER_TOKEN)[None, :]
+        acc *= x_scale[None, :]
     if HAS_BIAS:
-        acc += tl.load(bias_ptr + valid).to(tl.float32)[:, None]
+        acc += bias[:, None]
     at = out_ptr + token.to(tl.int64)[None, :] * n + row[:, None]
     tl.store(at, acc.to(out_ptr.dtype.element_ty), mask=(row < n)[:, None] & (token < m)[None, :])
 
@@ -73,13 +73,21 @@ def dot_kernel(x_ptr, x_desc, w_ptr, w_desc, w_scale_ptr, x_scale_ptr, bias_ptr,
     steps = tl.cdiv(tl.cdiv(k, BLOCK_K), SPLIT_K)
     begin = tl.program_id(1) * steps
     end = tl.minimum(begin + steps, tl.cdiv(k, BLOCK_K))
-    w_rows = w_ptr + tl.minimum(row, n - 1).to(tl.int64)[:, None] * k
+    valid = tl.minimum(row, n - 1)
+    w_rows = w_ptr + valid.to(tl.int64)[:, None] * k
     x_rows = x_ptr + token.to(tl.int64)[None, :] * k
     present = (token < m)[None, :]  # an absent token costs no load; repeating the last one makes it a hot spot in L2
     gdc_launch(PDL)
     if PREFETCH > 0:
-        prefetch_l2(w_ptr + tl.minimum(row, n - 1).to(tl.int64) * k + begin * BLOCK_K, PREFETCH)
+        prefetch_l2(w_ptr + valid.to(tl.int64) * k + begin * BLOCK_K, PREFETCH)
+    w_scale, x_scale, bias = 1.0, 1.0, 0.0
+    if KIND != "float" and KIND != "fp8_block":
+        w_scale = tl.load(w_scale_ptr + valid)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + valid).to(tl.float32)
     gdc_wait(PDL)
+    if KIND == "int8" or KIND == "fp8":
+        x_scale = tl.load(x_scale_ptr + tl.minimum(token, m - 1) * PER_TOKEN)
     acc = tl.zeros((BLOCK_N, BLOCK_M), tl.int32 if KIND == "int8" else tl.float32)
     for step in tl.range(begin, end, num_stages=STAGES):
         at = step * BLOCK_K
@@ -98,21 +106,20 @@ def dot_kernel(x_ptr, x_desc, w_ptr, w_desc, w_scale_ptr, x_scale_ptr, bias_ptr,
         if KIND == "int8_weight" or KIND == "fp8_weight":
             w = w.to(x.dtype)
         if KIND == "fp8_block":
-            by_row = tl.load(w_scale_ptr + step * n + tl.minimum(row, n - 1))
+            by_row = tl.load(w_scale_ptr + step * n + valid)
             by_token = tl.load(x_scale_ptr + tl.minimum(token, m - 1) * (k // BLOCK_K) + step)
             acc += tl.dot(w, x, out_dtype=tl.float32) * by_row[:, None] * by_token[None, :]
         else:
             acc = tl.dot(w, x, acc, out_dtype=acc.dtype)
     result = acc.to(tl.float32)
     if SPLIT_K == 1:
-        store_tokens(result, w_scale_ptr, x_scale_ptr, bias_ptr, out_ptr, row, token, m, n, KIND, PER_TOKEN, HAS_BIAS)
+        store_tokens(result, w_scale, x_scale, bias, out_ptr, row, token, m, n, KIND, HAS_BIAS)
     else:
         tile = tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
         store_partial(partial_ptr, tile, tl.program_id(1), result, BLOCK_N, BLOCK_M, SPLIT_K)
         if arrives_last(ticket_ptr + tile, SPLIT_K):
             result = sum_partials(partial_ptr, tile, BLOCK_N, BLOCK_M, SPLIT_K)
-            store_tokens(result, w_scale_ptr, x_scale_ptr, bias_ptr, out_ptr, row, token, m, n, KIND, PER_TOKEN,
-                         HAS_BIAS)
+            store_tokens(result, w_scale, x_scale, bias, out_ptr, row, token, m, n, KIND, HAS_BIAS)
 
 
 def dot_tiles(shape: LinearShape, config: KernelConfig) -> tuple[int, int]:

@@ -12,7 +12,9 @@ The accumulator keeps one partial sum per (t, r, unit) in registers; lanes and w
 
 Overlap. With PDL the first weight tile is asked for *before* ``gdc_wait``: weights never depend on the previous kernel,
 so the memory stays busy across the kernel boundary (about 2 us a kernel otherwise). ``LOOP`` 0 holds the next tile in
-registers while the current one is used, 1 is a plain loop, more is an asynchronous pipeline of that many stages.
+registers while the current one is used, 1 is a plain loop, more is an asynchronous pipeline of that many stages. Scales
+and bias are asked for with that first tile, too: read at the end, as late as they are used, each program would wait
+once more for memory with nothing else to do.
 
 ``GATED``: the weight is a stacked gate and up, [2 inter, k]; a program takes BLOCK_N / 2 rows of each, the same ones,
 and stores silu(gate) * up, [m, inter], so that the gated activation needs no kernel of its own (bf16, or fp8 by a
@@ -172,7 +174,7 @@ def _inputs(rows, start, k, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr):
 
 
 @triton.jit
-def _store_gated(total, out_scale_ptr, out_ptr, first, token, m, inter, ROWS: tl.constexpr, HALF: tl.constexpr) -> None:
+def _store_gated(total, out_scale, out_ptr, first, token, m, inter, ROWS: tl.constexpr, HALF: tl.constexpr) -> None:
     """Sums [ROWS, gate rows then up rows] -> silu(gate) * up in columns ``first`` ... of out [m, inter]."""
     gate, up = tl.split(tl.permute(tl.reshape(total, (ROWS, 2, HALF)), (0, 2, 1)))
     y = silu(gate) * up
@@ -180,7 +182,7 @@ def _store_gated(total, out_scale_ptr, out_ptr, first, token, m, inter, ROWS: tl
     at = out_ptr + token[:, None] * inter + column[None, :]
     mask = (token < m)[:, None] & (column < inter)[None, :]
     if out_ptr.dtype.element_ty == tl.float8e4nv:
-        tl.store(at, to_fp8(y * (1.0 / tl.load(out_scale_ptr))), mask=mask)
+        tl.store(at, to_fp8(y * (1.0 / out_scale)), mask=mask)
     else:
         tl.store(at, y.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -207,7 +209,17 @@ def gemv_kernel(x_ptr, w_ptr, w_scale_ptr, x_scale_ptr, bias_ptr, out_scale_ptr,
     gdc_launch(PDL)
     if LOOP == 0:
         w = _weights(w_at, unit, k, EVEN_K)
-        gdc_wait(PDL)
+    if KIND != "float":
+        w_scale = tl.load(w_scale_ptr + first + valid)
+    if HAS_BIAS:
+        bias = tl.load(bias_ptr + first + valid).to(tl.float32)
+    out_scale = 1.0
+    if GATED and out_ptr.dtype.element_ty == tl.float8e4nv:
+        out_scale = tl.load(out_scale_ptr)
+    gdc_wait(PDL)
+    if KIND == "int8" or KIND == "fp8":
+        x_scale = tl.load(x_scale_ptr + tl.minimum(token, m - 1) * PER_TOKEN)
+    if LOOP == 0:
         for start in range(BLOCK_K, k, BLOCK_K):
             w_next = _weights(w_at + start, start + unit, k, EVEN_K)
             x = _inputs(x_rows, start - BLOCK_K, k, BLOCK_K, EVEN_K)
@@ -216,22 +228,21 @@ def gemv_kernel(x_ptr, w_ptr, w_scale_ptr, x_scale_ptr, bias_ptr, out_scale_ptr,
         last = (k - 1) // BLOCK_K * BLOCK_K
         acc = _accumulate(acc, w, _inputs(x_rows, last, k, BLOCK_K, EVEN_K), KIND, ASM)
     else:
-        gdc_wait(PDL)
         for start in tl.range(0, k, BLOCK_K, num_stages=LOOP):
             w = _weights(w_at + start, start + unit, k, EVEN_K)
             x = _inputs(x_rows, start, k, BLOCK_K, EVEN_K)
             acc = _accumulate(acc, w, x, KIND, ASM)
     total = tl.sum(acc, 2).to(tl.float32)
     if KIND != "float":
-        total *= tl.load(w_scale_ptr + first + valid)[None, :]
+        total *= w_scale[None, :]
     if KIND == "int8" or KIND == "fp8":
-        total *= tl.load(x_scale_ptr + tl.minimum(token, m - 1) * PER_TOKEN)[:, None]
+        total *= x_scale[:, None]
     if KIND == "fp8":
         total *= 256.0
     if HAS_BIAS:
-        total += tl.load(bias_ptr + first + valid).to(tl.float32)[None, :]
+        total += bias[None, :]
     if GATED:
-        _store_gated(total, out_scale_ptr, out_ptr, first, token, m, n // 2, ROWS, HALF)
+        _store_gated(total, out_scale, out_ptr, first, token, m, n // 2, ROWS, HALF)
     else:
         at = out_ptr + token[:, None] * n + (first + local)[None, :]
         tl.store(at, total.to(out_ptr.dtype.element_ty), mask=(token < m)[:, None] & (first + local < n)[None, :])
