@@ -14,29 +14,25 @@ none (``compiled_cpu.py``).
 
 ``tune`` none takes ``tiles`` where the program has a compiled form, else the first operator that can run the linear.
 quick takes the same, and times ``tiles`` for the record; without a compiled form it times the operators. full times all
-of them, each for longer, and decides by the times. The
-cache is one JSON file a device and torch version; a shape that is in it is never timed again, which makes builds
-repeatable.
+of them, each for longer, and decides by the times. A shape in the cache (``tuning_cache``) is never timed again,
+which makes builds repeatable.
 """
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
 import torch
-from pydantic import TypeAdapter, ValidationError
 
-from calib.artifact import sha256_hex, write_atomic
 from calib.progress import Progress, Report
 from calib.scheme import Frozen
 from engines.build import compiled_cpu
 from engines.build.impls import group_of
+from engines.build.tuning_cache import TuningCache
 from engines.device import Device
-from engines.errors import EngineError
 from engines.kernels.cpu.disk import Stored, pack, scale_shape
 from engines.kernels.cpu.linear import LinearOperator, Rows, choices
 from engines.kernels.cpu.native import operator
@@ -71,24 +67,6 @@ class Timing(Frozen):
     impl: str
     runner_up: str | None
     milliseconds: dict[str, dict[int, float]]
-
-
-_Cache = TypeAdapter(dict[str, Timing])
-
-
-def cache_file(folder: Path, device: Device) -> Path:
-    """The tuning cache of this device and torch version."""
-    return folder / f"tuning-{sha256_hex(device.model_dump_json().encode())[:16]}.json"
-
-
-def read_cache(path: Path) -> dict[str, Timing]:
-    """Shape -> Timing; an unreadable cache is an error, not an empty one."""
-    if not path.is_file():
-        return {}
-    try:
-        return _Cache.validate_json(path.read_bytes())
-    except ValidationError as error:
-        raise EngineError(f"the tuning cache {path} is damaged", "Remove it; it is made again.") from error
 
 
 def _random_stored(op: Linear, seed: int) -> Stored:
@@ -194,8 +172,8 @@ def tune(program: Program, device: Device, mode: Literal["none", "quick", "full"
     this device are used and new ones added.
     """
     distinct = {linear_shape(op): op for op in program.linears()}
-    path = None if cache is None else cache_file(cache, device)
-    known = {} if path is None or mode == "none" else read_cache(path)
+    kept = TuningCache(None if mode == "none" else cache, "tuning", device, Timing)
+    known = kept.read()
     compiled = compiled_cpu.refuses(program) is None
     picked: dict[str, str] = {}
     timings: list[Timing] = []
@@ -212,8 +190,7 @@ def tune(program: Program, device: Device, mode: Literal["none", "quick", "full"
                 picked[shape] = known[shape].impl
             timings.append(known[shape])
     report(Progress("tune", len(distinct), len(distinct), "shape"))
-    if path is not None and timings:
-        _write_cache(path, {timing.shape: timing for timing in timings})
+    kept.add({timing.shape: timing for timing in timings})
     if compiled and mode == "full" and (deterministic or compiled_cpu.faster(
             program, {timing.shape: timing.milliseconds for timing in timings}, picked, STEPS)):
         picked = dict.fromkeys(picked, NAME)
@@ -225,14 +202,3 @@ def _answers(timing: Timing | None, operators: Sequence[LinearOperator], compile
     """Whether a cached timing decides this race."""
     return timing is not None and {each.name for each in operators} <= timing.milliseconds.keys() and (
         not compiled or NAME in timing.milliseconds)
-
-
-def _write_cache(path: Path, fresh: dict[str, Timing]) -> None:
-    merged = read_cache(path) | fresh
-    data = json.dumps({shape: merged[shape].model_dump(mode="json") for shape in sorted(merged)}, indent=1)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, data.encode())
-    except OSError as error:
-        raise EngineError(f"cannot write the tuning cache {path}: {error.strerror}", "Choose a writable folder."
-                          ) from error

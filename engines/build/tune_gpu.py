@@ -19,7 +19,6 @@ seconds are used up and take first candidates from there on. Entries of the cach
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Sequence
@@ -28,14 +27,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import TypeAdapter, ValidationError
 
-from calib.artifact import sha256_hex, write_atomic
 from calib.progress import Progress, Report
 from calib.scheme import Frozen
 from engines.build.bench_gpu import Bench
 from engines.build.gpu_linears import impl_for, shape_of, weight_bytes
 from engines.build.kernel_table import silu_shape
+from engines.build.tuning_cache import TuningCache
 from engines.device import Device
 from engines.errors import EngineError
 from engines.kernels.compile_ahead import collect, compile_variants
@@ -62,6 +60,7 @@ class GpuTiming(Frozen):
     """Evidence: the chosen kernel of a linear at one step size. Times are None where nothing was timed.
 
     ``floor_fraction`` is the time of reading the weight once at the device's copy bandwidth over the time measured.
+    ``contenders``: the chosen one and others near it, which compete again in the chain.
     """
 
     shape: str
@@ -73,11 +72,11 @@ class GpuTiming(Frozen):
     floor_fraction: float | None = None
     candidates: int = 1
     dropped: int = 0
+    contenders: tuple[dict[str, Any], ...] = ()
 
 
 #: What decides how a row is summed and rounded, whatever its batch: BLOCK_K, SPLIT_K, and four bits' FOLD.
 Sums = tuple[int, int, int]
-_Cache = TypeAdapter(dict[str, GpuTiming])
 
 
 def sizes_for(op: Linear, head: Linear, max_num_tokens: int) -> tuple[int, ...]:
@@ -103,14 +102,9 @@ def candidates_for(op: Linear, tokens: int, device: Device, deterministic: bool)
     return found
 
 
-def cache_file(folder: Path, device: Device) -> Path:
-    """The tuning cache of this device and these versions."""
-    return folder / f"tuning-gpu-{sha256_hex(device.model_dump_json().encode())[:16]}.json"
-
-
 @dataclass(frozen=True, slots=True)
 class Tuned:
-    """Choices, evidence, and the configs that are worth trying in company (none where nothing was timed)."""
+    """Choices, evidence, and the configs that are worth trying in company: step size -> linear shape -> the best."""
 
     choices: list[KernelChoice]
     timings: list[GpuTiming]
@@ -129,10 +123,8 @@ class _Tuner:
                        for tokens in sizes_for(op, self.linears[linear_shape(head)], max_num_tokens)]
         self.activations = {linear_shape(group.op): group.silu for group in attention_groups(program.ops)
                             if isinstance(group.op, Linear) and group.silu is not None}
-        self.path = None if cache is None or mode == "none" else cache_file(cache, device)
-        self.known = {} if self.path is None else _read(self.path)
-        #: Step size -> linear shape -> its best configs, for ``tune_step``.
-        self.tops: dict[int, dict[str, list[KernelConfig]]] = {}
+        self.cache = TuningCache(None if mode == "none" else cache, "tuning-gpu", device, GpuTiming)
+        self.known = self.cache.read()
         self.timed = mode != "none" and device.kind == "cuda"
 
     def key(self, op: Linear, tokens: int) -> str:
@@ -152,8 +144,7 @@ class _Tuner:
         elif not self.timed:
             for op, tokens in wanted:
                 self._keep(op, tokens, [(config, None) for config in self._untimed(op, tokens)], 0)
-        if self.path is not None:
-            _write(self.path, self.known)
+        self.cache.add(self.known)
         return [self.known[self.key(op, tokens)] for op, tokens in self.points]
 
     def _untimed(self, op: Linear, tokens: int) -> list[KernelConfig]:
@@ -183,8 +174,6 @@ class _Tuner:
             else:
                 ranked[linear_shape(op), tokens] = [(config, None) for config in candidates]
             self._keep(op, tokens, ranked[linear_shape(op), tokens], dropped, bench.bandwidth)
-            self.tops.setdefault(tokens, {})[linear_shape(op)] = [config for config, _ in candidates_of(
-                ranked[linear_shape(op), tokens])]
         if self.deterministic:
             self._hold_pairs(ranked, bench)
         self.report(Progress("tune", len(wanted), len(wanted), "point"))
@@ -207,7 +196,7 @@ class _Tuner:
             shape=linear_shape(op), tokens=tokens, config=config.to_json(), microseconds=_rounded(best),
             runner_up=None if second[0] is None else second[0].to_json(), runner_up_microseconds=_rounded(second[1]),
             floor_fraction=None if fraction is None else round(fraction, 4), candidates=len(ranked) + dropped,
-            dropped=dropped)
+            dropped=dropped, contenders=tuple(each.to_json() for each, _ in candidates_of(ranked)))
 
     def _hold_pairs(self, ranked: dict[tuple[str, int], list[tuple[KernelConfig, float | None]]], bench: Bench) -> None:
         """Deterministic: one way of summing a linear, that which costs least over all sizes."""
@@ -250,26 +239,8 @@ def tune_gpu(program: Program, device: Device, mode: Mode, max_num_tokens: int, 
     linears = {linear_shape(op): op for op in program.linears()}
     picked = [KernelChoice(op="linear", shape=timing.shape, max_tokens=timing.tokens,
                            impl=impl_for(linears[timing.shape]).name, config=timing.config) for timing in timings]
-    return Tuned(picked, timings, {} if deterministic else tuner.tops)
-
-
-def _read(path: Path) -> dict[str, GpuTiming]:
-    if not path.is_file():
-        return {}
-    try:
-        return _Cache.validate_json(path.read_bytes())
-    except ValidationError as error:
-        raise EngineError(f"the tuning cache {path} is damaged", "Remove it; it is made again.") from error
-
-
-def _write(path: Path, known: dict[str, GpuTiming]) -> None:
-    merged = _read(path) | known
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, json.dumps({key: merged[key].model_dump(mode="json") for key in sorted(merged)}, indent=1
-                                      ).encode())
-    except OSError as error:
-        raise EngineError(f"cannot write the tuning cache {path}: {error.strerror}", "Choose a writable folder."
-                          ) from error
-
-
+    tops: dict[int, dict[str, list[KernelConfig]]] = {}
+    for timing in timings:
+        configs = [KernelConfig.from_json(each) for each in timing.contenders]
+        tops.setdefault(timing.tokens, {})[timing.shape] = configs
+    return Tuned(picked, timings, tops)
