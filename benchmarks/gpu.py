@@ -13,17 +13,15 @@ merged by device, versions and commit.
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
-import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from benchmarks.gpu_model import FP8_KV, SCHEMES, RandomCheckpoint
+from benchmarks.gpu_peers import PEERS, read_peers, run_peers, with_peers
 from benchmarks.gpu_profile import profile, profile_prefill, prompts, say
 from calib.progress import Progress
 from calib.scheme import BF16
@@ -39,10 +37,6 @@ from evals.bench import BenchCell, table, write_cells
 DECODE_BATCHES = (1, 8, 32, 128, 256)
 PREFILLS = ((1, 128), (1, 2048), (8, 2048), (32, 2048))
 LONG = ((1, 8192), (16, 8192), (1, 32768), (16, 32768))
-#: Our precision -> vLLM's mode and tag in ``run_peers.sh``.
-PEERS = {"bf16": ("bf16",), "fp8": ("fp8",), "int8": ("int8",),
-         "int4_awq": ("awq", "awq:VLLM_DISABLED_KERNELS=MacheteLinearKernel;TAG=-marlin"),
-         "int4_awq_a8": ("awq", "awq:VLLM_DISABLED_KERNELS=MacheteLinearKernel;TAG=-marlin")}
 
 
 class Reporter:
@@ -144,33 +138,6 @@ def kv_bytes(plan: Plan) -> int:
     return 2 * model.num_layers * model.num_kv_heads * model.head_dim * (1 if plan.kv.quantized else 2)
 
 
-def peers(precision: str, folder: Path) -> Iterator[dict[str, float | str]]:
-    """vLLM's own cells, run now."""
-    script = Path(".peers/run_peers.sh")
-    if not script.is_file():
-        raise SystemExit("--peer needs the archive and scripts of the peer in .peers")
-    subprocess.run(["bash", str(script), str(folder), *PEERS[precision]], check=True)
-    for line in (folder / "peers.jsonl").read_text().splitlines():
-        yield json.loads(line)
-
-
-def with_peers(cells: list[BenchCell], records: list[dict[str, float | str]]) -> list[BenchCell]:
-    """Each cell with the fastest peer's figure of the same shape."""
-    found = []
-    for cell in cells:
-        words = dict(word.split("=") for word in cell.name.split() if "=" in word)
-        same = [r for r in records if str(r["b"]) == words.get("batch") and str(r["isl"]) == words.get("isl")]
-        kind = cell.name.split()[0]
-        key, best = {"decode": ("step_ms", min), "ttft": ("prefill_ms", min), "prefill": ("prefill_tok_s", max)}.get(
-            kind, ("", min))
-        if not same or not key or words.get("kv") != "bf16":
-            found.append(cell)
-            continue
-        record = best(same, key=lambda r: float(r[key]))
-        found.append(cell.model_copy(update={"peer": float(record[key]), "peer_name": f"vllm 0.20.2 {record['tag']}"}))
-    return found
-
-
 def evidence(engine: Engine) -> None:
     """What tuning measured, at a few step sizes."""
     for timing in engine.timings()["tuning"]:
@@ -260,7 +227,8 @@ def main() -> None:
         cells = run(arguments, work)
         if arguments.peer:
             release()
-            cells = with_peers(cells, list(peers(arguments.precision, work)))
+            run_peers(PEERS[arguments.precision], work)
+            cells = with_peers(cells, read_peers(work))
         print(table(cells))
         save(cells, arguments.json)
     finally:

@@ -45,7 +45,7 @@ from engines.runtime.sequence import Sequence
 _LOG = logging.getLogger(__name__)
 #: Step sizes that are tuned -> the largest step that takes their choices.
 SIZES = {1: 2, 8: 16, 32: 64, 128: 256}
-SECONDS = {"quick": 16.0, "full": 80.0}
+SECONDS = {"quick": 24.0, "full": 80.0}
 CONTEXT = 160
 #: Attention must also be good here (or at the engine's longest sequence): step size -> context.
 LONG = {1: 16384, 8: 4096, 32: 2048, 128: 1024}
