@@ -35,10 +35,10 @@ def _dot(case: tuple[int, ...]) -> KernelConfig:
                            SPLIT_K=split_k, TMA=tma, PREFETCH=0)
 
 
-def _mm(case: tuple[int, ...]) -> KernelConfig:
+def _mm(case: tuple[int, ...], flat: int = 0) -> KernelConfig:
     _, _, _, block_m, block_n, block_k, epilogue, programs = case
     return KernelConfig.of("mm", num_warps=4, num_stages=2, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_K=block_k,
-                           GROUP_M=2, EPILOGUE=epilogue, PROGRAMS=programs)
+                           GROUP_M=2, EPILOGUE=epilogue, PROGRAMS=programs, FLAT=flat)
 
 
 @pytest.mark.parametrize("impl", IMPLS, ids=lambda impl: impl.name)
@@ -50,27 +50,28 @@ def test_dot_equals_the_twin(impl: NaturalLinear, case: tuple[int, ...]) -> None
 
 @pytest.mark.parametrize("impl", IMPLS[:3], ids=lambda impl: impl.name)
 @pytest.mark.parametrize("case", MM_CASES, ids=str)
-def test_mm_equals_the_twin(impl: NaturalLinear, case: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("flat", [0, 1])
+def test_mm_equals_the_twin(impl: NaturalLinear, case: tuple[int, ...], flat: int) -> None:
     given = problem(impl, *case[:3])
-    check(given, run(given, _mm(case)))
+    check(given, run(given, _mm(case, flat)))
 
 
 @pytest.mark.parametrize("impl", IMPLS[:3], ids=lambda impl: impl.name)
 @pytest.mark.parametrize("case", [(70, 64, 96, 64, 64, 32, 1, 3), (130, 160, 80, 64, 64, 32, 2, 2),
                                   (3, 352, 64, 64, 128, 32, 1, 9), (65, 32, 64, 64, 64, 32, 1, 2)], ids=str)
-@pytest.mark.parametrize("bias", [False, True])
-def test_gated_mm_is_silu_of_gate_times_up(impl: NaturalLinear, case: tuple[int, ...], bias: bool) -> None:
+@pytest.mark.parametrize(("bias", "flat"), [(False, 0), (True, 0), (True, 1)])
+def test_gated_mm_is_silu_of_gate_times_up(impl: NaturalLinear, case: tuple[int, ...], bias: bool, flat: int) -> None:
     """``inter`` of no whole tile too: what a tile reads of the up rows beyond the gate's end is not stored."""
     m, n, k = case[:3]
     given = problem(impl, m, n, k, bias=bias)
     gate, up = impl.twin(given.x, given.packed, x_scale=given.x_scale).chunk(2, 1)
     wanted = torch.nn.functional.silu(gate) * up
     out = torch.full((m, n // 2), float("nan"), dtype=HALF, device=given.x.device)
-    impl.launch_gated(given.x, given.packed, _mm(case), out, x_scale=given.x_scale)
+    impl.launch_gated(given.x, given.packed, _mm(case, flat), out, x_scale=given.x_scale)
     assert (out.float() - wanted).norm() <= 4e-3 * wanted.norm()
     scale = wanted.abs().max() / 448.0
     codes = torch.full((m, n // 2), float("nan"), device=given.x.device).to(torch.float8_e4m3fn)
-    impl.launch_gated(given.x, given.packed, _mm(case), codes, x_scale=given.x_scale, out_scale=scale)
+    impl.launch_gated(given.x, given.packed, _mm(case, flat), codes, x_scale=given.x_scale, out_scale=scale)
     assert (codes.float() * scale - wanted).norm() <= 4e-2 * wanted.norm()
 
 
