@@ -34,7 +34,7 @@ def dot_job(capability: int, *, a8: bool = False, fold: bool = False, flip: bool
     types = {"x_ptr": "*i8" if a8 else "*bf16", "xs_ptr": "*fp32", "w_ptr": "*i32", "s_ptr": "*fp16",
              "bias_ptr": "*bf16", "y_ptr": "*bf16", "partial_ptr": "*fp32", "ticket_ptr": "*i32", "m": "i32",
              "n": "i32"}
-    return CompileJob.of(int4_dot, types, constants, capability=capability, num_warps=8, num_stages=3,
+    return CompileJob.of(int4_dot, types, constants, capability=capability, aligned=("n",), num_warps=8, num_stages=3,
                          pdl=capability >= 90)
 
 
@@ -130,8 +130,9 @@ def test_matrix_instructions_are_the_fast_ones(facts):
     assert facts["a8"].count("IMMA.16832.S8.S8") == 16
     assert facts["a16 two token tiles"].count("HMMA.16816.F32.BF16") == 64
     assert facts["dot a16"].count("HGMMA") > 0
-    # weights go from their words into the instruction's registers: only the end (split-K) stores to shared memory
-    assert facts["dot a16"].count("STS") <= 17
+    # weights go from their words into the registers of the instruction: only the end (split-K, and turning the result)
+    # stores to shared memory
+    assert facts["dot a16"].count("STS") <= 21
     assert facts["dot fold"].count("HGMMA") > 0
     assert facts["dot a8"].count("IGMMA") > 0
 
@@ -151,6 +152,13 @@ def test_token_scales_are_copied_once_a_thread(facts):
     for name in ("dot a8", "dot a8 128", "dot16 sm_90"):
         assert facts[name].opcodes["LDGSTS.E"] == 3, (name, facts[name].opcodes)
     assert "LDGSTS.E" not in facts["dot16 x"].opcodes
+
+
+def test_results_leave_in_sixteen_byte_stores(facts):
+    """As far as the compiler knows that rows of the output begin at multiples of 16 bytes: n must tell it."""
+    for name in ("dot a16", "dot a16 128", "dot a8 128", "dot16 sm_90", "dot16 x", "dot fold"):
+        assert facts[name].count("STG.E.U16") == 0, (name, facts[name].opcodes)
+        assert facts[name].count("STG.E.128") >= 4, name
 
 
 def test_widened_activations_leave_in_sixteen_byte_stores(facts):

@@ -121,7 +121,7 @@ def _store_out(acc, bias_ptr, y_ptr, row, token, m, n, HAS_BIAS: tl.constexpr) -
     tl.store(at, acc.to(y_ptr.dtype.element_ty), mask=(row < n)[:, None] & (token < m)[None, :])
 
 
-@triton.jit(do_not_specialize=["m", "n"])
+@triton.jit(do_not_specialize=["m"])
 def int4_dot(x_ptr, xs_ptr, w_ptr, s_ptr, bias_ptr, y_ptr, partial_ptr, ticket_ptr, m, n, K: tl.constexpr,
              GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
              SPLIT_K: tl.constexpr, FOLD: tl.constexpr, STAGES: tl.constexpr, PER_LOAD: tl.constexpr, A8: tl.constexpr,
