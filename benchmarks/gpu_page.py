@@ -186,7 +186,10 @@ def page_with(text: str, folder: Path) -> str:
 def take(session: Path, commit: str, folder: Path) -> Iterable[Path]:
     """Put a session's documents into ``folder``, with their commit, and vLLM's figures beside their cells."""
     records = read_peers(session)
-    for path in sorted(session.glob("*.json")):
+    documents = sorted(session.glob("*.json"))
+    if unknown := [path.stem for path in documents if path.stem not in {*TITLES, "serve"}]:
+        raise SystemExit(f"no table shows {', '.join(unknown)}; the names are {', '.join(TITLES)}")
+    for path in documents:
         document = json.loads(path.read_bytes())
         cells = [BenchCell.model_validate(cell) for cell in document["cells"]]
         modes = {mode.partition(":")[0] for mode in PEERS.get(path.stem.partition("-")[0], ())}

@@ -21,11 +21,11 @@ SCRIPT = Path(".peers/run_peers.sh")
 Record = dict[str, float | str]
 
 
-def run_peers(stages: Sequence[str], folder: Path, environment: dict[str, str] | None = None) -> None:
+def run_peers(stages: Sequence[str], folder: Path) -> None:
     """Run vLLM's stages now; its cells are added to ``folder``/peers.jsonl. SystemExit without the archive."""
     if not SCRIPT.is_file():
         raise SystemExit(f"vLLM's figures need its archive and scripts: {SCRIPT} is not there")
-    subprocess.run(["bash", str(SCRIPT), str(folder), *stages], check=True, env=environment)
+    subprocess.run(["bash", str(SCRIPT), str(folder), *stages], check=True)
 
 
 def read_peers(folder: Path) -> list[Record]:

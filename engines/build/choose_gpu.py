@@ -43,9 +43,9 @@ def choose_gpu(config: Mapping[str, Any], schemes: Mapping[str, Scheme], kv: Gri
     if spec.tune == "none" or device.kind != "cuda":
         return plan, tuple(first.timings)
     tuned = tune_gpu(program, device, spec.tune, spec.max_num_tokens, spec.deterministic, tuning, report)
-    small = make_gpu_plan(few_layers(config), schemes, kv, spec, device, keys, tuned.choices)
     if spec.deterministic:  # first choices are constrained, nothing competes
         return make_gpu_plan(config, schemes, kv, spec, device, keys, tuned.choices), tuple(tuned.timings)
+    small = make_gpu_plan(few_layers(config), schemes, kv, spec, device, keys, tuned.choices)
     kept = TuningCache(tuning, "tuning-step", device, StepChoices)
     key = sha256_hex(canonical_json([small.model_dump(mode="json"), spec.tune]))
     chosen = kept.read().get(key)

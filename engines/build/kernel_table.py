@@ -75,13 +75,13 @@ def _defaults(facts: ModelFacts, program: Program, block_size: int, kv: Grid, de
         tiles = silu_mul.candidates(op.width, mode_of(grid), 0 if grid is None else group_of(grid), device)
         yield entry("silu_mul", silu_shape(op), MOST_TOKENS, tiles[0])
         yield entry("quantize", f"n={op.width}", MOST_TOKENS, quantize.candidates(op.width, device)[0])
+    gqa = facts.num_heads // facts.num_kv_heads
     for batch, most in ((8, MOST_TOKENS),) if deterministic else ((1, 4), (8, 16), (32, 64), (128, MOST_TOKENS)):
         decode = attention_decode.candidates(facts.head_dim, block_size, kv_bytes, device, deterministic=deterministic,
-                                             batch=batch, fused=rotate_themselves(facts, program))
+                                             batch=batch, fused=rotate_themselves(facts, program), gqa=gqa)
         yield entry("attention_decode", "split", most, decode[0])
     for batch, most in ((1, 4), (8, MOST_TOKENS)):
         yield entry("read_ahead", "weights", most, read_ahead.candidates(device, batch)[0])
-    gqa = facts.num_heads // facts.num_kv_heads
     tiles = attention_prefill.candidates(facts.head_dim, gqa, kv_bytes, device)
     yield from _prefill("tile", tiles, deterministic)
     rows = [] if deterministic or kv.quantized else attention_prefill.rows_candidates(facts.head_dim, gqa, device)

@@ -191,7 +191,7 @@ def sites(plan: Plan, tops: Mapping[str, Ordered[KernelConfig]], size: int, mode
         found.append(Site("read_ahead", "weights", tuple(read_ahead.candidates(facts, size))))
     found.append(Site("attention_decode", "split", tuple(attention_decode.candidates(
         model.head_dim, plan.limits.block_size, kv_bytes, facts, batch=size,
-        fused=rotate_themselves(model, plan.program)))))
+        fused=rotate_themselves(model, plan.program), gqa=model.num_heads // model.num_kv_heads))))
     for op in {silu_shape(op): op for op in plan.program.ops if isinstance(op, GatedSilu)}.values():
         grid = None if op.quant is None else op.quant.grid
         found.append(Site("silu_mul", silu_shape(op), tuple(silu_mul.candidates(

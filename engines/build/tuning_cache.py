@@ -27,8 +27,9 @@ Record = TypeVar("Record", bound=Frozen)
 
 @cache
 def sources() -> str:
-    """A digest of the kernels and of what times them."""
-    files = sorted([*(_ENGINES / "kernels").rglob("*.py"), *(_ENGINES / "build").glob("*.py")])
+    """A digest of the kernels, of what times them, and of what binds them into steps."""
+    folders = (_ENGINES / "kernels", _ENGINES / "build", _ENGINES / "runtime" / "cuda")
+    files = sorted(path for folder in folders for path in folder.rglob("*.py"))
     return sha256_hex("\n".join(f"{file.relative_to(_ENGINES).as_posix()} {sha256_hex(file.read_bytes())}"
                                 for file in files).encode())
 

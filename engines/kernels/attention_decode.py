@@ -58,7 +58,8 @@ def decode_kernel(q_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, acc_ptr, stats_ptr, 
                   LIVE2: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
                   SOFTCAP: tl.constexpr, CHUNK: tl.constexpr, QUANT: tl.constexpr,
                   GROUP: tl.constexpr, EXACT: tl.constexpr, AHEAD: tl.constexpr, THREADS: tl.constexpr,
-                  DELAY: tl.constexpr, PDL: tl.constexpr, TAIL: tl.constexpr, GATHER: tl.constexpr) -> None:
+                  DELAY: tl.constexpr, PDL: tl.constexpr, TAIL: tl.constexpr, GATHER: tl.constexpr,
+                  TOGETHER: tl.constexpr) -> None:
     """One program a (kv head, item). LIVE2 >= query_len * GQA rows are merged, ROWS >= 16 of them are attended."""
     kv_head = tl.program_id(0)
     item = tl.program_id(1)
@@ -99,49 +100,39 @@ def decode_kernel(q_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, acc_ptr, stats_ptr, 
         acc = rows_in_place(acc, k_ptr)
         finish_item(m, total, acc, item, split, splits, sequence, kv_head, row, dims, acc_ptr, stats_ptr, counter_ptr,
                     v_scale, out_ptr, scales_ptr, input_scale, pre_quant_ptr, out_stride, num_groups, num_kv_heads,
-                    QUERY_LEN, GQA, HEAD_DIM, LIVE2, GATHER, CHUNK, QUANT, GROUP)
+                    QUERY_LEN, GQA, HEAD_DIM, LIVE2, GATHER, CHUNK, TOGETHER, QUANT, GROUP)
 
 
-#: Registers a thread with which two programs of eight warps fit on a multiprocessor (or one beside half of the qkv
-#: linear's), and twelve of one warp.
-_HALF, _TWELFTH = 128, 168
+#: Registers a thread with which two programs of eight warps fit on a multiprocessor, or one beside half of the qkv
+#: linear's; few q heads a kv head need no more.
+_HALF = 128
 
 
-def _bound(registers: int) -> dict[str, int]:
-    """A config's entry for the most registers a thread may have; 0: none."""
-    return {"REGISTERS": registers} if registers else {}
-
-
-def _fused(sms: int, kv_bytes: int) -> list[dict[str, int]]:
+def _fused(sms: int, kv_bytes: int, few_rows: bool) -> list[dict[str, int]]:
     """Configs of the kernel that rotates and stores its own token: wide tiles, shared by eight warps, so that a short
     context is one; a long one is a wave or two of programs. The last is for little shared memory."""
-    if kv_bytes == 1:
-        tiles = [(128, 3, 0), (128, 3, _HALF), (256, 3, 0), (256, 2, 0)]
-    else:
-        tiles = [(256, 2, 0), (256, 2, _HALF), (128, 3, _HALF), (128, 2, _HALF)]
-    return [{"FUSED": 1, "TILE": tile, "SPLIT": 0, "TARGET": target, "MIN_SPLIT": 128, "TAIL": 1, "num_warps": 8,
-             "num_stages": stages} | _bound(registers)
-            for tile, stages, registers in tiles for target in (sms, 2 * sms)]
+    tiles = [(128, 3), (256, 3), (256, 2)] if kv_bytes == 1 else [(256, 2), (128, 3), (128, 2)]
+    found = [{"FUSED": 1, "TILE": tile, "SPLIT": 0, "TARGET": target, "MIN_SPLIT": 128, "TAIL": 1, "num_warps": 8,
+              "num_stages": stages} for tile, stages in tiles for target in (sms, 2 * sms)]
+    bounded = [one | {"REGISTERS": _HALF} for one in found[:2 if kv_bytes == 1 else 4]] if few_rows else []
+    return [*found[:2], *bounded, *found[2:]]
 
 
 def _lone(sms: int, kv_bytes: int, deterministic: bool) -> list[dict[str, int]]:
     """Configs of this kernel: one warp a program, many programs."""
-    if kv_bytes == 1:
-        tiles = [(32, 4, 1, _TWELFTH), (64, 3, 1, 0)]
-    else:
-        tiles = [(16, 4, 0, _TWELFTH), (32, 3, 0, 0), (16, 4, 1, _TWELFTH)]
+    tiles = [(32, 4, 1), (64, 3, 1)] if kv_bytes == 1 else [(16, 4, 0), (32, 3, 0), (16, 4, 1)]
     rules = [(512, 0, 0), (256, 0, 0)] if deterministic else [(0, 4 * sms, 64), (0, 3 * sms, 128)]
     return [{"FUSED": 0, "TILE": tile, "SPLIT": split, "TARGET": target, "MIN_SPLIT": least, "TAIL": tail,
-             "num_warps": 1, "num_stages": stages} | _bound(registers)
-            for tile, stages, tail, registers in tiles[: 2 if deterministic else None]
+             "num_warps": 1, "num_stages": stages} for tile, stages, tail in tiles[: 2 if deterministic else None]
             for split, target, least in rules]
 
 
 def candidates(head_dim: int, block_size: int, kv_bytes: int, device: DeviceFacts, *,
-               deterministic: bool = False, batch: int = 8, fused: bool = True) -> Sequence[KernelConfig]:
+               deterministic: bool = False, batch: int = 8, fused: bool = True, gqa: int = 1
+               ) -> Sequence[KernelConfig]:
     """Tiles and split rules to try for about ``batch`` sequences; the first is the default. ``kv_bytes``: of one cache
-    element. Deterministic engines get one list for every batch, as a tile is part of a row's arithmetic. ``fused``: all
-    layers can take the fused kernel.
+    element; ``gqa``: q heads a kv head. Deterministic engines get one list for every batch, as a tile is part of a
+    row's arithmetic. ``fused``: all layers can take the fused kernel.
 
     ``FUSED`` 1 means the kernel that rotates and stores its own token (``attention_rope``). Up to four sequences it
     wins by latency (an H200, fp8, 8-bit cache: one short context 2.48 ms a step, 2.60 with one warp a program, though
@@ -153,7 +144,7 @@ def candidates(head_dim: int, block_size: int, kv_bytes: int, device: DeviceFact
         raise ValueError(f"block_size must be a power of two, found {block_size}")
     sms, block_d = max(1, device.num_sms), next_pow2(head_dim)
     few = fused and batch <= 4 and block_d <= 128 and not deterministic
-    found = _fused(sms, kv_bytes) if few else _lone(sms, kv_bytes, deterministic)
+    found = _fused(sms, kv_bytes, gqa <= 4) if few else _lone(sms, kv_bytes, deterministic)
     room = device.shared_bytes * 3 // 4
     fitting = [one for one in found
                if max(1, one["num_stages"] - 1) * one["TILE"] * 2 * block_d * kv_bytes <= room] or found[-1:]

@@ -48,8 +48,10 @@ def _leave(m, total, acc, item, kv_head, num_kv_heads, row, dims, acc_ptr, stats
 
 @triton.jit
 def _add_up(first, count, step, kv_head, num_kv_heads, row, dims, acc_ptr, stats_ptr, LIVE: tl.constexpr,
-            HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """(m, l, acc) of the partials first, first + step ... (``count`` of them), CHUNK asked for at once."""
+            HEAD_DIM: tl.constexpr, CHUNK: tl.constexpr, TOGETHER: tl.constexpr
+            ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """(m, l, acc) of the partials first, first + step ... (``count`` of them), CHUNK asked for at once, and summed one
+    by one or TOGETHER, as one tile."""
     m = tl.full((row.shape[0],), float("-inf"), tl.float32)
     total = tl.zeros((row.shape[0],), tl.float32)
     acc = tl.zeros((row.shape[0], dims.shape[0]), tl.float32)
@@ -59,14 +61,25 @@ def _add_up(first, count, step, kv_head, num_kv_heads, row, dims, acc_ptr, stats
         live = (index < count)[:, None] & (row < LIVE)[None, :]
         part_m = tl.load(stats_ptr + slot * 2, mask=live, other=float("-inf"), cache_modifier=".cg")
         part_l = tl.load(stats_ptr + slot * 2 + 1, mask=live, other=0.0, cache_modifier=".cg")
-        part = tl.load(acc_ptr + slot[:, :, None] * HEAD_DIM + dims[None, None, :],
-                       mask=live[:, :, None] & (dims < HEAD_DIM)[None, None, :], other=0.0, cache_modifier=".cg")
+        if TOGETHER:
+            parts = tl.load(acc_ptr + slot[:, :, None] * HEAD_DIM + dims[None, None, :],
+                            mask=live[:, :, None] & (dims < HEAD_DIM)[None, None, :], other=0.0, cache_modifier=".cg")
         new_m = tl.maximum(m, tl.max(part_m, 0))
         safe = tl.where(new_m == float("-inf"), 0.0, new_m)
         old = tl.exp2(m - safe)
         weight = tl.exp2(part_m - safe[None, :])
         total = total * old + tl.sum(weight * part_l, 0)
-        acc = acc * old[:, None] + tl.sum(weight[:, :, None] * part, 0)
+        if TOGETHER:
+            acc = acc * old[:, None] + tl.sum(weight[:, :, None] * parts, 0)
+        else:
+            acc *= old[:, None]
+            for i in tl.static_range(CHUNK):
+                own = (tl.cast(first + (start + i) * step, tl.int64) * num_kv_heads + kv_head) * LIVE + row
+                known = (row < LIVE) & (start + i < count)
+                own_m = tl.load(stats_ptr + own * 2, mask=known, other=float("-inf"), cache_modifier=".cg")
+                part = tl.load(acc_ptr + own[:, None] * HEAD_DIM + dims[None, :],
+                               mask=known[:, None] & (dims < HEAD_DIM)[None, :], other=0.0, cache_modifier=".cg")
+                acc += tl.exp2(own_m - safe)[:, None] * part
         m = new_m
     return m, total, acc
 
@@ -75,7 +88,8 @@ def _add_up(first, count, step, kv_head, num_kv_heads, row, dims, acc_ptr, stats
 def finish_item(m, total, acc, item, split, splits, sequence, kv_head, row, dims, acc_ptr, stats_ptr, counter_ptr,
                 v_scale, out_ptr, scales_ptr, input_scale, pre_quant_ptr, out_stride, num_groups, num_kv_heads,
                 QUERY_LEN: tl.constexpr, GQA: tl.constexpr, HEAD_DIM: tl.constexpr, LIVE2: tl.constexpr,
-                GATHER: tl.constexpr, CHUNK: tl.constexpr, QUANT: tl.constexpr, GROUP: tl.constexpr) -> None:
+                GATHER: tl.constexpr, CHUNK: tl.constexpr, TOGETHER: tl.constexpr, QUANT: tl.constexpr,
+                GROUP: tl.constexpr) -> None:
     """The end of an item's program, whose sums are (m, total, acc) [R ...]. LIVE2 >= query_len * GQA rows are added up.
     The grid's second size is the workspace's capacity."""
     LIVE: tl.constexpr = QUERY_LEN * GQA
@@ -89,7 +103,7 @@ def finish_item(m, total, acc, item, split, splits, sequence, kv_head, row, dims
         size = tl.minimum(splits - split // GATHER * GATHER, GATHER)
         if arrives_last(counter_ptr + leader * num_kv_heads + kv_head, size):
             top, weight, sums = _add_up(leader, size, 1, kv_head, num_kv_heads, rows, dims, acc_ptr, stats_ptr, LIVE,
-                                       HEAD_DIM, CHUNK)
+                                       HEAD_DIM, CHUNK, TOGETHER)
             done = splits <= GATHER
             if not done:
                 _leave(top, weight, sums, leader, kv_head, num_kv_heads, rows, dims, acc_ptr, stats_ptr, LIVE, HEAD_DIM)
@@ -98,7 +112,7 @@ def finish_item(m, total, acc, item, split, splits, sequence, kv_head, row, dims
                 done = arrives_last(counter, leaders)
                 if done:
                     top, weight, sums = _add_up(item - split, leaders, GATHER, kv_head, num_kv_heads, rows, dims,
-                                               acc_ptr, stats_ptr, LIVE, HEAD_DIM, CHUNK)
+                                               acc_ptr, stats_ptr, LIVE, HEAD_DIM, CHUNK, TOGETHER)
             if done:
                 _store_item(normalised(sums, weight, v_scale), sequence, kv_head, rows, dims, out_ptr, scales_ptr,
                             input_scale, pre_quant_ptr, out_stride, num_groups, QUERY_LEN, GQA, HEAD_DIM, QUANT,
@@ -107,6 +121,9 @@ def finish_item(m, total, acc, item, split, splits, sequence, kv_head, row, dims
 
 def merge_options(live: int, block_d: int, num_warps: int) -> dict[str, int]:
     """GATHER, how many neighbours are added up first: 8 by one warp, 16 by more (one long context is 16 items of eight
-    warps); CHUNK, how many of them are asked for at once: what 128 registers a thread hold."""
-    gather = 8 if num_warps == 1 else 16
-    return {"GATHER": gather, "CHUNK": max(1, min(gather, 4096 * num_warps // (next_pow2(live) * block_d)))}
+    warps); CHUNK, how many of them are asked for at once; TOGETHER, whether they are summed as one tile. Several warps
+    would meet at two barriers for each, so they do (with 64 registers a thread for it). A warp alone meets nobody, and
+    one by one takes the fewest registers."""
+    rows, gather = next_pow2(live) * block_d, 8 if num_warps == 1 else 16
+    room = 4096 if num_warps == 1 else 2048 * num_warps
+    return {"GATHER": gather, "CHUNK": max(1, min(gather, room // rows)), "TOGETHER": num_warps > 1}

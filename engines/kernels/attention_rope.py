@@ -62,9 +62,9 @@ def rope_decode_kernel(qkv_ptr, cos_sin_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, 
                        num_groups, num_kv_heads, QUERY_LEN: tl.constexpr,
                        GQA: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
                        LIVE2: tl.constexpr, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
-                       SOFTCAP: tl.constexpr, GATHER: tl.constexpr, CHUNK: tl.constexpr, QUANT: tl.constexpr,
-                       GROUP: tl.constexpr, EXACT: tl.constexpr, AHEAD: tl.constexpr, THREADS: tl.constexpr,
-                       DELAY: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr) -> None:
+                       SOFTCAP: tl.constexpr, GATHER: tl.constexpr, CHUNK: tl.constexpr, TOGETHER: tl.constexpr,
+                       QUANT: tl.constexpr, GROUP: tl.constexpr, EXACT: tl.constexpr, AHEAD: tl.constexpr,
+                       THREADS: tl.constexpr, DELAY: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr) -> None:
     """One program a (kv head, item)."""
     HALF: tl.constexpr = HEAD_DIM // 2
     kv_head = tl.program_id(0)
@@ -125,7 +125,7 @@ def rope_decode_kernel(qkv_ptr, cos_sin_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, 
                                 False, EXACT)
         finish_item(m, total, acc, item, split, splits, sequence, kv_head, row, dims, acc_ptr, stats_ptr, counter_ptr,
                     v_scale, out_ptr, scales_ptr, input_scale, pre_quant_ptr, out_stride, num_groups, num_kv_heads,
-                    QUERY_LEN, GQA, HEAD_DIM, LIVE2, GATHER, CHUNK, QUANT, GROUP)
+                    QUERY_LEN, GQA, HEAD_DIM, LIVE2, GATHER, CHUNK, TOGETHER, QUANT, GROUP)
 
 
 def _check(qkv: torch.Tensor, cos_sin: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,

@@ -39,11 +39,8 @@ def padded_rows(live: int, cache: torch.Tensor) -> int:
 
 def walk_options(config: KernelConfig, rows: int, block_d: int) -> dict[str, Any]:
     """``launch_options`` with the warps that ``rows`` x ``block_d`` float32 sums need: a warp holds 16 x 128 of them in
-    registers, and drafted tokens or wide heads make more (to which a config's bound on registers does not apply)."""
-    options, warps = launch_options(config), max(1, rows * block_d // _SUMS_A_WARP)
-    if warps > 1:
-        options.pop("maxnreg", None)
-    return options | {"num_warps": config.num_warps * warps}
+    registers, and drafted tokens or wide heads make more."""
+    return launch_options(config) | {"num_warps": config.num_warps * max(1, rows * block_d // _SUMS_A_WARP)}
 
 
 @triton.jit

@@ -68,7 +68,7 @@ def test_steps_of_a_session(tmp_path: Path) -> None:
     assert "--kv fp8" in words
     assert "--cells decode long --max-seq-len 33024" in words
     assert gpu_session.step_of("int4_awq_a8:full", tmp_path, tmp_path).seconds == gpu_session.LIMITS["full"]
-    for word in ("fp9", "fp8:wide", "peer:nobody", ""):
+    for word in ("fp9", "fp8:wide", "peer:nobody", "", "fp8:kv:full"):
         with pytest.raises(SystemExit):
             gpu_session.step_of(word, tmp_path, tmp_path)
 
@@ -77,5 +77,8 @@ def test_a_step_that_runs_out_of_time_is_ended_and_kept_in_the_log(tmp_path: Pat
     log = tmp_path / "log"
     slow = gpu_session.Step("slow", ["bash", "-c", "echo begun; sleep 60 & wait"], 1)
     assert not gpu_session.run(slow, 30.0, log)
-    assert gpu_session.run(gpu_session.Step("quick", ["echo", "done"], 20), 30.0, log)
+    (tmp_path / "kept").mkdir()
+    leaves = gpu_session.Step("leaves", ["bash", "-c", "sleep 60 & echo done"], 20, fresh=tmp_path / "kept")
+    assert gpu_session.run(leaves, 30.0, log), "what it leaves behind does not hold up the next"
+    assert not (tmp_path / "kept").exists()
     assert log.read_text().splitlines()[1::2] == ["begun", "done"]

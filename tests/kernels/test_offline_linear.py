@@ -23,7 +23,8 @@ DEVICES = {80: A100, 89: L40, 90: H200}
 def _first(impl: NaturalLinear, kernel: str, m: int, capability: int) -> KernelConfig:
     group = BLOCK if impl is FP8_BLOCK else 0
     found = impl.candidates(LinearShape(m, 4096, 4096, group), DEVICES[min(capability, 90)])
-    return next(config for config in found if config.kernel == kernel)
+    name, _, flat = kernel.partition(", ")
+    return next(config for config in found if config.kernel == name and config.get("FLAT") == bool(flat))
 
 
 VARIANTS = {  # name -> (impl, kernel, tokens, capability)
@@ -47,6 +48,9 @@ VARIANTS = {  # name -> (impl, kernel, tokens, capability)
     "mm int8 gated": (INT8, "mm", 2048, 90),
     "mm fp8 gated": (FP8, "mm", 2048, 90),
     "mm bf16 gated": (BF16, "mm", 2048, 90),
+    "mm int8 flat": (INT8, "mm, flat", 2048, 90),
+    "mm fp8 flat, gated": (FP8, "mm, flat", 2048, 90),
+    "mm bf16 flat, gated": (BF16, "mm, flat", 2048, 90),
     "gemv int8 sm_80": (INT8, "gemv", 1, 80),
     "dot bf16 sm_80": (BF16, "dot", 16, 80),
     "gemv fp8 sm_89": (FP8, "gemv", 1, 89),
@@ -58,7 +62,7 @@ VARIANTS = {  # name -> (impl, kernel, tokens, capability)
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, KernelFacts]:
     jobs = [job(impl, _first(impl, kernel, m, capability), capability, gated=name.endswith("gated"),
-                out="fp8e4nv" if name.endswith("fp8 gated") else "bf16")
+                out="fp8e4nv" if "fp8" in name and name.endswith("gated") else "bf16")
             for name, (impl, kernel, m, capability) in VARIANTS.items()]
     found = compile_jobs(jobs)
     for name, facts in zip(VARIANTS, found, strict=True):

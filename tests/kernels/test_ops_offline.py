@@ -33,33 +33,37 @@ HEAD = {"GQA": 4, "HEAD_DIM": 128, "BLOCK_D": 128, "BLOCK_SIZE": 16, "TILE": 64,
         "QUANT": 0,
         "EXACT": False, "pre_quant_ptr": None, "input_scale_ptr": None}
 AHEAD = {"AHEAD": 1, "THREADS": 32, "DELAY": 500}
-DECODE = HEAD | AHEAD | {"TAIL": False, "QUERY_LEN": 1, "ROWS": 16, "LIVE2": 4, "CHUNK": 8, "GATHER": 8, "GROUP": 0,
-                         "scales_ptr": None, "TILE": 32}
+DECODE = HEAD | AHEAD | {"TAIL": False, "QUERY_LEN": 1, "ROWS": 16, "LIVE2": 4, "CHUNK": 8, "GATHER": 8,
+                         "TOGETHER": False, "GROUP": 0, "scales_ptr": None, "TILE": 32}
 CODES = {"TAIL": True, "ROWS": 8}
 UNSCALED = {"k_scale_ptr": None, "v_scale_ptr": None}
 NO_ROWS = {"k_desc": None, "v_desc": None}
 ROW = {"pre_quant_ptr": None, "rows_ptr": None, "BLOCK": 4096, "FENCE": True}
 ROPE = {name: value for name, value in DECODE.items() if name != "TAIL"} | {"EARLY": True, "GATHER": 16, "CHUNK": 16,
-                                                                            "THREADS": 256}
+                                                                            "TOGETHER": True, "THREADS": 256}
 LONE = {"num_warps": 1, "out_ptr": "*bf16"}
-TWELVE = LONE | {"registers": 168}
 FP8 = {"k_ptr": "*fp8e4nv", "v_ptr": "*fp8e4nv"}
 JOBS = {
     "decode bf16": job(attention_decode.decode_kernel, 90, DECODE | UNSCALED, **LONE, num_stages=3, k_ptr="*bf16",
                        v_ptr="*bf16"),
-    "decode bf16, one block": job(attention_decode.decode_kernel, 90, DECODE | UNSCALED | {"TILE": 16}, **TWELVE,
+    "decode bf16, one block": job(attention_decode.decode_kernel, 90, DECODE | UNSCALED | {"TILE": 16}, **LONE,
                                   num_stages=4, k_ptr="*bf16", v_ptr="*bf16"),
     "decode bf16, last tile apart": job(attention_decode.decode_kernel, 90, DECODE | UNSCALED | {
-        "TAIL": True, "TILE": 16}, **TWELVE, num_stages=4, k_ptr="*bf16", v_ptr="*bf16"),
+        "TAIL": True, "TILE": 16}, **LONE, num_stages=4, k_ptr="*bf16", v_ptr="*bf16"),
     "decode bf16 sm_80": job(attention_decode.decode_kernel, 80, DECODE | UNSCALED | {"AHEAD": 0}, **LONE,
                              num_stages=3, k_ptr="*bf16", v_ptr="*bf16"),
-    "decode fp8": job(attention_decode.decode_kernel, 90, DECODE | CODES, **TWELVE, num_stages=4, **FP8),
+    "decode fp8": job(attention_decode.decode_kernel, 90, DECODE | CODES, **LONE, num_stages=4, **FP8),
     "decode fp8, wide tile": job(attention_decode.decode_kernel, 90, DECODE | CODES | {"TILE": 64}, **LONE,
                                  num_stages=3, **FP8),
-    "decode int8": job(attention_decode.decode_kernel, 90, DECODE | CODES, **TWELVE, num_stages=4, k_ptr="*i8",
+    "decode int8": job(attention_decode.decode_kernel, 90, DECODE | CODES, **LONE, num_stages=4, k_ptr="*i8",
                        v_ptr="*i8"),
+    "decode fp8, eight heads": job(attention_decode.decode_kernel, 90, DECODE | CODES | {
+        "GQA": 8, "LIVE2": 8, "CHUNK": 4}, **LONE, num_stages=4, **FP8),
+    "rope decode bf16, eight heads": job(attention_rope.rope_decode_kernel, 90, ROPE | UNSCALED | {
+        "GQA": 8, "LIVE2": 8, "TILE": 256}, num_warps=8, num_stages=2, k_ptr="*bf16", v_ptr="*bf16", out_ptr="*bf16"),
     "decode fp8, drafted": job(attention_decode.decode_kernel, 90, DECODE | CODES | {"QUERY_LEN": 5, "ROWS": 32,
-                               "LIVE2": 32, "CHUNK": 1}, out_ptr="*bf16", num_warps=2, num_stages=4, **FP8),
+                               "LIVE2": 32, "CHUNK": 1, "TOGETHER": True}, out_ptr="*bf16", num_warps=2, num_stages=4,
+                               **FP8),
     "rope decode bf16": job(attention_rope.rope_decode_kernel, 90, ROPE | UNSCALED | {"TILE": 128}, num_stages=3,
                             k_ptr="*bf16", v_ptr="*bf16", out_ptr="*bf16"),
     "rope decode bf16, one wide tile": job(attention_rope.rope_decode_kernel, 90, ROPE | UNSCALED | {"TILE": 256},
@@ -125,6 +129,7 @@ def test_instructions(compiled):
     for name in ("decode bf16", "decode bf16, one block", "decode fp8", "rope decode fp8, one wide tile"):
         assert compiled[name].count("LDGSTS.E.BYPASS.128") >= 16, "KV tiles must travel in 16-byte copies"
         assert not compiled[name].count("LDS.U8"), "V's codes must not be fetched byte by byte"
+    assert compiled["decode fp8"].registers <= 168, "twelve programs must fit on a multiprocessor"
     assert compiled["prefill bf16"].count("HGMMA") >= 16, "Hopper's prefill must use the warpgroup matrix unit"
     rows = compiled["prefill rows"]
     assert rows.registers <= 128, "two programs must fit on a multiprocessor"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import triton
 
@@ -97,22 +98,22 @@ def mm_candidates(tiles: Iterable[MmTile], shape: LinearShape, device: DeviceFac
                   out_bytes: int = 2) -> Iterator[KernelConfig]:
     """Persistent tiles for many tokens; none where TMA is missing or the rows are not multiples of 16 bytes.
 
-    The leading tile is offered with both heights of the walk through L2 (the taller one won where n is large), and with
-    its two loops made one.
+    The leading tile is offered with its two loops made one, too, and last with the other height of the walk through L2
+    (the taller one won where n is large, and leads there).
     """
     if device.capability < HOPPER or shape.k * element_bytes % 16 or shape.n * out_bytes % 16:
         return
     heights = (16, 8) if shape.n > 8192 else (8, 16)
-    leading = True
+    leading: dict[str, Any] | None = None
     for block_m, block_n, k_bytes, stages, warps, epilogue in tiles:
         shared = stages * k_bytes * (block_m + block_n) + block_m * block_n * out_bytes // epilogue
         if shared > device.shared_bytes - _SHARED_RESERVE:
             continue
-        ways: list[dict[str, int]] = [{"GROUP_M": heights[0]}]
-        if leading:
-            ways += [{"GROUP_M": heights[0], "FLAT": 1}, {"GROUP_M": heights[1]}]
-        for way in ways:
-            yield KernelConfig.of("mm", num_warps=warps, num_stages=stages, pdl=True, BLOCK_M=block_m,
-                                  BLOCK_N=block_n, BLOCK_K=k_bytes // element_bytes, EPILOGUE=epilogue,
-                                  PROGRAMS=device.num_sms, **way)
-        leading = False
+        config: dict[str, Any] = {"num_warps": warps, "num_stages": stages, "pdl": True, "BLOCK_M": block_m, "BLOCK_N": block_n,
+                  "BLOCK_K": k_bytes // element_bytes, "EPILOGUE": epilogue, "PROGRAMS": device.num_sms}
+        yield KernelConfig.of("mm", **config, GROUP_M=heights[0])
+        if leading is None:
+            leading = config
+            yield KernelConfig.of("mm", **config, GROUP_M=heights[0], FLAT=1)
+    if leading is not None:
+        yield KernelConfig.of("mm", **leading, GROUP_M=heights[1])
