@@ -109,8 +109,9 @@ def mm_candidates(tiles: Iterable[MmTile], shape: LinearShape, device: DeviceFac
         shared = stages * k_bytes * (block_m + block_n) + block_m * block_n * out_bytes // epilogue
         if shared > device.shared_bytes - _SHARED_RESERVE:
             continue
-        config: dict[str, Any] = {"num_warps": warps, "num_stages": stages, "pdl": True, "BLOCK_M": block_m, "BLOCK_N": block_n,
-                  "BLOCK_K": k_bytes // element_bytes, "EPILOGUE": epilogue, "PROGRAMS": device.num_sms}
+        config: dict[str, Any] = {
+            "num_warps": warps, "num_stages": stages, "pdl": True, "BLOCK_M": block_m, "BLOCK_N": block_n,
+            "BLOCK_K": k_bytes // element_bytes, "EPILOGUE": epilogue, "PROGRAMS": device.num_sms}
         yield KernelConfig.of("mm", **config, GROUP_M=heights[0])
         if leading is None:
             leading = config
