@@ -58,7 +58,9 @@ OTHER = '<tool_call>{"name": "sub", "arguments": {"x": 2}}</tool_call>'
     ("<tool_call>no json</tool_call>", "<tool_call>no json</tool_call>", []),
     ('<tool_call>{"name": "rm", "arguments": {}}</tool_call>', '<tool_call>{"name": "rm", "arguments": {}}</tool_call>',
      []),
-    ('<tool_call>{"name": "add", "argu', '<tool_call>{"name": "add", "argu', [])])
+    ('<tool_call>{"name": "add", "argu', '<tool_call>{"name": "add", "argu', []),
+    ('<tool_call>{"name": "add", "arguments": {"x": "</tool_call> \\\" </tool_call>"}}</tool_call> and', "and",
+     [("add", {"x": '</tool_call> " </tool_call>'})])])
 def test_tagged_calls_are_read_however_the_text_is_cut(text, content, calls, size) -> None:
     assert read("tagged", text, size) == (content, calls)
 
@@ -87,7 +89,8 @@ def test_how_a_template_asks_for_calls() -> None:
 @pytest.mark.parametrize(("more", "words"), [
     ({"tool_choice": {"type": "function", "function": {"name": "mul"}}}, "'mul', which is not among"),
     ({"response_format": {"type": "json_object"}}, "exclude each other"),
-    ({"tools": [{"type": "function", "function": {"name": "add", "strict": True}}]}, "strict")])
+    ({"tool_choice": "required", "tools": [{"type": "function", "function": {
+        "name": "add", "parameters": {"type": "string"}}}]}, "arguments of a function are an object")])
 def test_plans_that_cannot_be_are_refused(more, words) -> None:
     with pytest.raises(ApiError, match=words):
         plan_tools(asked(**more), "<tool_call>", True)

@@ -7,24 +7,24 @@ The template tells the model how to write a call; which way that is, is read off
 
 ``CallReader`` takes the text as it streams and gives back content and finished calls: what may still be the beginning
 of a call is held back, so a client never sees half of the markup; a call that cannot be read stays text. With
-``tool_choice`` required or a named function, a grammar makes the model write calls that match the functions' schemas.
+``tool_choice`` required or a named function, and for functions that are ``strict``, a grammar makes the model write
+calls that match the functions' schemas (``tool_grammar``).
 """
 
 from __future__ import annotations
 
 import json
+import re
 import secrets
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from engines.request import Grammar
 from toolkit.serve.faults import bad
-from toolkit.serve.protocol import ChatRequest, NamedTool, Tool, validated
+from toolkit.serve.protocol import ChatRequest, NamedTool, Tool
+from toolkit.serve.tool_grammar import ARGUMENTS, CLOSE, OPEN, Style, grammar_of
 
-Style = Literal["tagged", "bare"]
-OPEN, CLOSE = "<tool_call>", "</tool_call>"
-_ARGUMENTS: dict[Style, str] = {"tagged": "arguments", "bare": "parameters"}
+_ESCAPED = re.compile(r"\\.", re.DOTALL)
 
 
 def style_of(template: str) -> Style | None:
@@ -59,7 +59,8 @@ def plan_tools(request: ChatRequest, template: str, takes_tools: bool) -> Plan |
         raise bad("two tools have the same name", "tools")
     if request.tool_choice in (None, "auto"):
         if any(tool.function.strict for tool in request.tools):
-            raise bad("strict functions are enforced with tool_choice required or a named function only", "tools")
+            return Plan(tuple(request.tools), style, grammar=grammar_of(
+                request.tools, style, many=request.parallel_tool_calls, free=True))
         one = (CLOSE,) if style == "tagged" and not request.parallel_tool_calls else ()
         return Plan(tuple(request.tools), style, stop=one)
     chosen = list(request.tools)
@@ -69,20 +70,7 @@ def plan_tools(request: ChatRequest, template: str, takes_tools: bool) -> Plan |
         if not chosen:
             raise bad(f"tool_choice names {wanted!r}, which is not among the tools", "tool_choice")
     many = request.parallel_tool_calls and not isinstance(request.tool_choice, NamedTool)
-    return Plan(tuple(request.tools), style, grammar=_grammar(chosen, style, many))
-
-
-def _grammar(tools: Sequence[Tool], style: Style, many: bool) -> Grammar:
-    """Calls of the given functions, each with arguments that match its schema."""
-    schema = {"anyOf": [{"type": "object", "properties": {"name": {"const": tool.function.name},
-                                                          _ARGUMENTS[style]: tool.function.parameters},
-                         "required": ["name", _ARGUMENTS[style]], "additionalProperties": False} for tool in tools],
-              "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}}
-    if style == "bare":
-        return validated(Grammar, {"kind": "json_schema", "source": json.dumps(schema)})
-    more = '("\\n" call)*' if many else ""
-    source = f'start: call {more}\ncall: "{OPEN}\\n" body "\\n{CLOSE}"\nbody: %json {json.dumps(schema)}\n'
-    return validated(Grammar, {"kind": "lark", "source": source})
+    return Plan(tuple(request.tools), style, grammar=grammar_of(chosen, style, many=many))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +89,7 @@ class CallReader:
     """Text in, content and calls out. One a continuation."""
 
     def __init__(self, plan: Plan | None) -> None:
-        self._plan, self._held = plan, ""
+        self._plan, self._held, self._behind = plan, "", False
         self.calls: list[Call] = []
 
     def push(self, text: str) -> tuple[str, list[Call]]:
@@ -117,28 +105,26 @@ class CallReader:
         while True:
             start = self._held.find(OPEN)
             if start < 0:
-                keep = _overlap(self._held, OPEN)
-                content += self._held[:len(self._held) - keep]
-                self._held = self._held[len(self._held) - keep:]
-                break
-            content += self._held[:start]
+                start = len(self._held) - _overlap(self._held, OPEN)
+            content += self._between(self._held[:start])
             self._held = self._held[start:]
-            end = self._held.find(CLOSE)
+            end = _end_of(self._held)
             if end < 0:
-                break
-            content, found = self._close(self._held[:end + len(CLOSE)], self._held[len(OPEN):end], content, found)
-            self._held = self._held[end + len(CLOSE):]
-        return self._between(content), found
-
-    def _close(self, markup: str, body: str, content: str, found: list[Call]) -> tuple[str, list[Call]]:
-        call = self._read(body)
-        if call is None:
-            return content + markup, found
-        return content, [*found, call]
+                return content, found
+            markup, self._held = self._held[:end + len(CLOSE)], self._held[end + len(CLOSE):]
+            call = self._read(markup[len(OPEN):end])
+            if call is None:
+                content += markup
+            else:
+                found.append(call)
+            self._behind = call is not None
 
     def _between(self, content: str) -> str:
-        """White space after a call is markup too."""
-        return "" if self.calls and not content.strip() else content
+        """White space behind a call is markup too, however it is cut."""
+        if self._behind:
+            content = content.lstrip()
+            self._behind = not content
+        return content
 
     def _bare(self) -> tuple[str, list[Call]]:
         """An answer that begins with a brace may be a call as a whole; any other is content from the beginning on."""
@@ -165,7 +151,7 @@ class CallReader:
             found = json.loads(body)
         except (ValueError, RecursionError):
             return None
-        key = _ARGUMENTS[self._plan.style]
+        key = ARGUMENTS[self._plan.style]
         if not isinstance(found, dict) or not isinstance(found.get(key), dict):
             return None
         if found.get("name") not in {tool.function.name for tool in self._plan.tools}:
@@ -173,6 +159,15 @@ class CallReader:
         call = Call(f"call_{secrets.token_hex(12)}", found["name"], json.dumps(found[key], ensure_ascii=False))
         self.calls.append(call)
         return call
+
+
+def _end_of(held: str) -> int:
+    """Where the end tag of the call stands that ``held`` begins with; -1 before it has come. One within a JSON string
+    is part of an argument."""
+    end = held.find(CLOSE)
+    while end >= 0 and _ESCAPED.sub("", held[len(OPEN):end]).count('"') % 2:
+        end = held.find(CLOSE, end + 1)
+    return end
 
 
 def _overlap(text: str, marker: str) -> int:
