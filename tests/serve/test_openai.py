@@ -210,6 +210,13 @@ def test_tools_that_must_be_called_are_called_with_valid_arguments(client, strea
     assert again.choices[0].finish_reason in ("length", "stop")
 
 
+def test_strict_functions_under_auto_leave_text_free(client) -> None:
+    strict = [{**tool, "function": tool["function"] | {"strict": True}} for tool in TOOLS]
+    for seed in range(3):
+        message = chat(client, tools=strict, temperature=1, seed=seed, max_tokens=24).choices[0].message
+        assert message.content or message.tool_calls
+
+
 def test_the_model_decides_with_auto_and_none(client) -> None:
     for choice in ("auto", "none"):
         found = chat(client, tools=TOOLS, tool_choice=choice, temperature=0, max_tokens=8)

@@ -18,6 +18,7 @@ from engines.kernels.jit import next_pow2
 
 HOPPER = 90
 MAX_TOKENS = 256  # widest token tile of the dot body
+_FLAT_TOKENS = 1024
 _SHARED_RESERVE = 2048  # barriers and the compiler's own scratch
 
 GemvTile = tuple[int, int, int, int]
@@ -98,8 +99,8 @@ def mm_candidates(tiles: Iterable[MmTile], shape: LinearShape, device: DeviceFac
                   out_bytes: int = 2) -> Iterator[KernelConfig]:
     """Persistent tiles for many tokens; none where TMA is missing or the rows are not multiples of 16 bytes.
 
-    The leading tile is offered with its two loops made one, too, and last with the other height of the walk through L2
-    (the taller one won where n is large, and leads there).
+    The leading tile is offered with its two loops made one, too, where programs have several tiles, and last with the
+    other height of the walk through L2 (the taller one won where n is large, and leads there).
     """
     if device.capability < HOPPER or shape.k * element_bytes % 16 or shape.n * out_bytes % 16:
         return
@@ -115,6 +116,7 @@ def mm_candidates(tiles: Iterable[MmTile], shape: LinearShape, device: DeviceFac
         yield KernelConfig.of("mm", **config, GROUP_M=heights[0])
         if leading is None:
             leading = config
-            yield KernelConfig.of("mm", **config, GROUP_M=heights[0], FLAT=1)
+            if shape.m >= _FLAT_TOKENS:
+                yield KernelConfig.of("mm", **config, GROUP_M=heights[0], FLAT=1)
     if leading is not None:
         yield KernelConfig.of("mm", **leading, GROUP_M=heights[1])
