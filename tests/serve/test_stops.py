@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -11,6 +12,8 @@ import time
 
 import httpx
 import pytest
+
+from toolkit.serve.client import EngineClient
 
 LONG = {"model": "tiny", "prompt": "go on", "max_tokens": 900, "temperature": 0, "ignore_eos": True}
 
@@ -102,6 +105,40 @@ def test_a_hanging_engine_fails_its_requests_turns_health_and_recovers(serve) ->
     assert "engine state" in log
     assert "Current thread" in log or "Thread 0x" in log, "no stacks were dumped"
     assert server.stop() == 0
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_an_engine_that_was_stopped_with_nothing_under_way_serves_again(serve, asked: bool) -> None:
+    """It then reads the request and its abort together and makes no step: steps cannot tell that it is well."""
+    server = serve("--watchdog", "1.0")
+    short = LONG | {"max_tokens": 2}
+    assert httpx.post(f"{server.url}/v1/completions", json=short, timeout=60).status_code == 200
+    os.kill(server.engine_process, signal.SIGSTOP)
+    try:
+        if asked:
+            found = httpx.post(f"{server.url}/v1/completions", json=short, timeout=60)
+            assert (found.status_code, found.json()["error"]["code"]) == (503, "unavailable")
+        until(lambda: httpx.get(f"{server.url}/health").status_code == 503)
+    finally:
+        os.kill(server.engine_process, signal.SIGCONT)
+    until(lambda: httpx.get(f"{server.url}/health").status_code == 200)
+    assert httpx.post(f"{server.url}/v1/completions", json=short, timeout=60).status_code == 200
+    assert server.stop() == 0
+
+
+def test_a_front_end_that_was_held_up_does_not_take_its_engine_for_dead(tiny_engine) -> None:
+    async def run() -> None:
+        client = EngineClient(tiny_engine, watchdog_s=0.4)
+        try:
+            await client.start()
+            await asyncio.sleep(0.2)
+            time.sleep(2.5)  # (all of the event loop, and longer than any beat may be missing)
+            for _ in range(20):
+                await asyncio.sleep(0.01)
+                assert client.trouble is None
+        finally:
+            await client.close()
+    asyncio.run(run())
 
 
 def test_a_killed_engine_fails_its_requests_and_ends_the_server(serve) -> None:
