@@ -11,9 +11,10 @@ from typing import Any
 
 from engines.request import SamplingParams
 from toolkit.serve.client import EngineClient, Ticket, ending_fault
-from toolkit.serve.faults import ApiError, unavailable
+from toolkit.serve.faults import STOPPING, ApiError, unavailable
 from toolkit.serve.metrics import Metrics
 from toolkit.serve.options import ServeOptions
+from toolkit.serve.patience import Patience
 from toolkit.serve.text import Texts
 from toolkit.serve.wire import Message
 
@@ -44,11 +45,18 @@ class Service:
         self.started = int(time.time())
         #: Set when no new request is taken.
         self.draining = False
+        #: For bodies to come.
+        self.patience = Patience(options.body_timeout_s)
 
     @property
     def trouble(self) -> str | None:
         """Why nothing new is served now; None when it is."""
-        return "the server is shutting down" if self.draining else self.client.trouble
+        return STOPPING if self.draining else self.client.trouble
+
+    def drain(self) -> None:
+        """Take nothing new: not what asks from now on, nor what has not been sent to its end."""
+        self.draining = True
+        self.patience.end()
 
     def admit(self, prompts: int) -> None:
         """ApiError 503 or 429 unless that many prompts may come in now: asked before there is work with them."""
