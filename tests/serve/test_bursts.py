@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
+import os
 import selectors
+import signal
 import socket
 import weakref
 from collections.abc import AsyncGenerator
@@ -82,6 +85,46 @@ def test_what_is_closed_or_changed_before_its_turn_is_not_given_out_as_it_was() 
     for pair in pairs:
         for end in pair:
             end.close()
+
+
+@pytest.fixture(scope="module")
+def narrow(serve):
+    """A server without a queue: 8 prompts, and not one more."""
+    return serve("--max-queue", "0")
+
+
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2}
+
+
+@pytest.mark.parametrize(("path", "body", "places"), [
+    ("/v1/chat/completions", CHAT, 8), ("/v1/chat/completions", CHAT | {"stream": True}, 8),
+    ("/v1/completions", {"model": "tiny", "prompt": ["a", "b"], "max_tokens": 2}, 4)])
+def test_a_burst_does_not_pass_the_queue_before_its_first_is_in(narrow, path: str, body: dict, places: int) -> None:
+    """Conversations are tokenized in threads, and the prompts of a list ask in turn: all are looked at before."""
+    many = 3 * places
+
+    async def ask() -> list[int]:
+        refused = asyncio.Semaphore(0)
+
+        async def one(client: httpx.AsyncClient) -> int:
+            answer = await client.post(narrow.url + path, json=body)
+            if answer.status_code != 200:
+                refused.release()
+            return answer.status_code
+        async with httpx.AsyncClient(timeout=60, limits=httpx.Limits(max_connections=None)) as client:
+            os.kill(narrow.engine_process, signal.SIGSTOP)  # nothing ends while the others ask
+            try:
+                asking = [asyncio.ensure_future(one(client)) for _ in range(many)]
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(10):
+                        for _ in range(many - places):
+                            await refused.acquire()
+            finally:
+                os.kill(narrow.engine_process, signal.SIGCONT)
+            return [await its for its in asking]
+    found = asyncio.run(ask())
+    assert (found.count(200), found.count(429)) == (places, many - places)
+    assert narrow.metric("toolkit_requests_running") == 0
 
 
 class Client:

@@ -22,6 +22,7 @@ from toolkit.serve.direct import Direct
 from toolkit.serve.faults import ApiError
 from toolkit.serve.gate import load_json
 from toolkit.serve.options import ServeOptions, read_keys
+from toolkit.serve.patience import Patience
 from toolkit.serve.protocol import ChatRequest, CompletionRequest, validated
 from toolkit.serve.server import _listen
 from toolkit.serve.tools import CallReader, Plan, plan_tools, style_of
@@ -205,6 +206,26 @@ def test_json_is_read_strictly() -> None:
     assert load_json(deep, options)
     with pytest.raises(ApiError, match="nested deeper than 64"):
         load_json(b"[" + deep + b"]", options)
+
+
+def test_bodies_are_waited_for_until_a_limit_or_the_end() -> None:
+    async def waits(patience: Patience, work) -> bool:
+        try:
+            async with patience.wait():
+                await work
+        except TimeoutError:
+            return False
+        return True
+
+    async def run() -> list[bool]:
+        short, long = Patience(0.01), Patience(60)
+        asyncio.get_running_loop().call_later(0.05, long.end)
+        found = [*await asyncio.gather(waits(short, asyncio.sleep(60)), waits(long, asyncio.sleep(60)),
+                                       waits(long, asyncio.sleep(0)))]
+        there = asyncio.Event()
+        there.set()
+        return [*found, await waits(long, there.wait()), await waits(long, asyncio.sleep(60))]
+    assert asyncio.run(run()) == [False, False, True, True, False]
 
 
 class Closed:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
 import os
 import signal
 import socket
 import threading
 import time
+from types import SimpleNamespace
 
 import httpx
 import pytest
+
+from toolkit.serve import pauses
+from toolkit.serve.client import EngineClient
+from toolkit.serve.options import ServeOptions
+from toolkit.serve.server import serve as serve_here
 
 LONG = {"model": "tiny", "prompt": "go on", "max_tokens": 900, "temperature": 0, "ignore_eos": True}
 
@@ -104,6 +112,40 @@ def test_a_hanging_engine_fails_its_requests_turns_health_and_recovers(serve) ->
     assert server.stop() == 0
 
 
+@pytest.mark.parametrize("asked", [True, False])
+def test_an_engine_that_was_stopped_with_nothing_under_way_serves_again(serve, asked: bool) -> None:
+    """It then reads the request and its abort together and makes no step: steps cannot tell that it is well."""
+    server = serve("--watchdog", "1.0")
+    short = LONG | {"max_tokens": 2}
+    assert httpx.post(f"{server.url}/v1/completions", json=short, timeout=60).status_code == 200
+    os.kill(server.engine_process, signal.SIGSTOP)
+    try:
+        if asked:
+            found = httpx.post(f"{server.url}/v1/completions", json=short, timeout=60)
+            assert (found.status_code, found.json()["error"]["code"]) == (503, "unavailable")
+        until(lambda: httpx.get(f"{server.url}/health").status_code == 503)
+    finally:
+        os.kill(server.engine_process, signal.SIGCONT)
+    until(lambda: httpx.get(f"{server.url}/health").status_code == 200)
+    assert httpx.post(f"{server.url}/v1/completions", json=short, timeout=60).status_code == 200
+    assert server.stop() == 0
+
+
+def test_a_front_end_that_was_held_up_does_not_take_its_engine_for_dead(tiny_engine) -> None:
+    async def run() -> None:
+        client = EngineClient(tiny_engine, watchdog_s=0.4)
+        try:
+            await client.start()
+            await asyncio.sleep(0.2)
+            time.sleep(2.5)  # (all of the event loop, and longer than any beat may be missing)
+            for _ in range(20):
+                await asyncio.sleep(0.01)
+                assert client.trouble is None
+        finally:
+            await client.close()
+    asyncio.run(run())
+
+
 def test_a_killed_engine_fails_its_requests_and_ends_the_server(serve) -> None:
     server = serve()
     with httpx.stream("POST", f"{server.url}/v1/completions", json=LONG | {"stream": True}, timeout=30) as response:
@@ -159,6 +201,96 @@ def test_a_drain_that_is_over_ends_streams_with_a_last_event(serve) -> None:
     assert json.loads(rest[-2])["error"]["message"] == "the server is shutting down"
     assert rest[-1] == "[DONE]"
     assert server.process.wait(30) == 0
+
+
+def connection(server, request: bytes, **options: int) -> socket.socket:
+    """A client that has sent this; ``options`` are of its socket."""
+    host, port = server.url.removeprefix("http://").rsplit(":", 1)
+    end = socket.socket()
+    for name, value in options.items():
+        end.setsockopt(socket.SOL_SOCKET, getattr(socket, name), value)
+    end.settimeout(20)
+    end.connect((host, int(port)))
+    end.sendall(request)
+    return end
+
+
+def taken(end: socket.socket) -> bytes:
+    """All that comes until the connection ends, in whatever way."""
+    data = b""
+    with contextlib.suppress(ConnectionError):
+        while part := end.recv(1 << 20):
+            data += part
+    return data
+
+
+def test_sigterm_does_not_wait_for_bodies_nor_for_idle_connections(serve) -> None:
+    server = serve("--drain", "60")
+    half = (b"POST %s HTTP/1.1\r\nHost: localhost\r\nContent-Length: 50\r\n\r\n{" % path
+            for path in (b"/v1/completions", b"/v1/chat/completions", b"/tokenize", b"/v2/models/tiny/infer"))
+    with contextlib.ExitStack() as stack:
+        bodies = [stack.enter_context(connection(server, request)) for request in half]
+        idle = [stack.enter_context(connection(server, request)) for request in (b"", b"GET /health HTTP/1.1\r\nHost")]
+        kept = stack.enter_context(connection(server, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"))
+        assert b" 200 " in kept.recv(1 << 16)
+        server.process.send_signal(signal.SIGTERM)
+        for end in bodies:
+            head, _, document = taken(end).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 503 ")
+            assert "the server is shutting down" in str(json.loads(document)["error"])
+        assert [taken(end) for end in (*idle, kept)] == [b""] * 3
+        assert server.process.wait(10) == 0
+    assert "Traceback" not in "".join(server.log)
+
+
+#: Bytes of an answer that is more than sockets hold.
+LARGE = 6_500_000
+
+
+def long_answer() -> bytes:
+    """A request for one, written at once."""
+    body = json.dumps({"tokens": [257] * (LARGE // len("<|special_1|>"))}).encode()
+    return b"POST /detokenize HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+
+
+def test_an_answer_that_nobody_takes_does_not_outlast_the_drain(serve) -> None:
+    server = serve("--drain", "0")
+    with connection(server, long_answer(), SO_RCVBUF=4096) as end:
+        assert end.recv(12) == b"HTTP/1.1 200"
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(5) == 0
+    assert "Traceback" not in "".join(server.log)
+
+
+def test_whole_answers_that_nobody_takes_are_cut_and_slow_readers_are_not(tiny_engine, caplog, monkeypatch) -> None:
+    monkeypatch.setattr(pauses, "begin", lambda: None)  # (of the server's process, which here is the tests')
+
+    def ask(url: str) -> tuple[list[int], int]:
+        server = SimpleNamespace(url=url)
+        with contextlib.ExitStack() as stack:
+            never = [stack.enter_context(connection(server, long_answer(), SO_RCVBUF=4096)) for _ in range(2)]
+            slow = stack.enter_context(connection(server, long_answer(), SO_RCVBUF=65_536))
+            read, begun = 0, time.monotonic()
+            while read < LARGE:
+                part = slow.recv(1 << 16)
+                assert part, "it was cut"
+                read += len(part)
+                time.sleep(0.1 if time.monotonic() - begun < 2.5 else 0.0)
+            until(lambda: caplog.text.count("took nothing for 1 s") == 2)
+            return [len(taken(end)) for end in never], read
+
+    async def run() -> None:
+        ready = asyncio.get_running_loop().create_future()
+        options = ServeOptions(model="tiny", port=0, write_timeout_s=1.0)
+        serving = asyncio.ensure_future(serve_here(tiny_engine, options, lambda port, _: ready.set_result(port)))
+        await asyncio.wait({ready, serving}, return_when=asyncio.FIRST_COMPLETED)
+        try:
+            never, slow = await asyncio.to_thread(ask, f"http://127.0.0.1:{ready.result()}")
+        finally:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await serving
+        assert max(never) < LARGE <= slow
+    asyncio.run(run())
 
 
 def test_a_server_that_was_killed_can_be_started_again_on_its_port(serve) -> None:

@@ -7,6 +7,7 @@
     client     the front end's side: tickets, aborts, the watchdog
     protocol   requests as records; an unknown field is an error that names it
     gate       Host, API key, sizes: what is checked before anything is parsed
+    patience stalled   how long a client may take to send its body, and to take its answer
     chat tools text   from messages to token ids, and from tokens to what is answered
     openai kserve   the two protocols
     routes app kserve_routes   where each request goes

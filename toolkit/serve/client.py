@@ -8,9 +8,11 @@ ticket ends: with its last token, a typed error, or the engine's own end.
 front end with more streams than it can write to at every step writes less often, not later and later, and a client that
 does not read costs no memory but its text.
 
-**Watchdog.** While tickets are open, the engine's step counter must move every ``watchdog_s`` seconds. When it does
-not, the engine writes its state and all stacks to its log, every ticket fails, and health is 503 until steps are seen
-again. A process that has ended fails every ticket at once, for good; the server then ends too.
+**Watchdog.** While tickets are open, the engine's step counter must move every ``watchdog_s`` seconds, and always must
+its process say something in that time. When it does not, the engine writes its state and all stacks to its log, every
+ticket fails, and health is 503 until the engine is seen to be well: it makes steps again, or answers a question that
+was asked since and has nothing to do. The time is counted in looks of the front end: one that was held up for long
+itself has looked once. A process that has ended fails every ticket at once, for good; the server then ends too.
 """
 
 from __future__ import annotations
@@ -34,10 +36,12 @@ from calib.errors import ENVIRONMENT, ToolkitError
 from engines.request import OWN_FAULTS, SamplingParams
 from toolkit.serve import pauses
 from toolkit.serve.faults import ApiError, bad, unavailable
-from toolkit.serve.wire import FAULT, AsyncWire, Message
+from toolkit.serve.wire import BEAT_S, FAULT, AsyncWire, Message
 
 _LOG = logging.getLogger(__name__)
 _GENTLY_S = 10.0
+#: Beats that must be missing, however short the watchdog: a single one is late on a busy machine.
+_BEATS = 4
 
 
 class EngineProcessError(ToolkitError):
@@ -141,7 +145,11 @@ class EngineClient:
         self._asked: dict[int, asyncio.Future[Message]] = {}
         self._numbers = itertools.count(1)
         self._steps = -1
-        self._moved_at = 0.0
+        self._watch_s = min(0.5, watchdog_s / 4)
+        #: Looks since the steps moved, and since the process said anything.
+        self._still, self._silent = 0, 0
+        #: The question that tells, after the watchdog tripped, that the engine is well again.
+        self._question: int | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._wire: AsyncWire | None = None
         self._process: subprocess.Popen[bytes] | None = None
@@ -168,7 +176,6 @@ class EngineClient:
                                          "Its messages stand above.")
             raise EngineProcessError(first["message"], first["hint"])
         self.info, self.trouble = first, None
-        self._moved_at = time.monotonic()
         self._tasks = [asyncio.create_task(self._listen()), asyncio.create_task(self._watch())]
 
     @property
@@ -191,7 +198,7 @@ class EngineClient:
         if self.trouble is not None or self._wire is None:
             raise unavailable(self.trouble or "the engine is not started")
         if not self._tickets:
-            self._moved_at = time.monotonic()
+            self._still = 0
         self._tickets[ticket.identity] = ticket
         self._wire.send(message)
 
@@ -237,20 +244,21 @@ class EngineClient:
 
     def _dispatch(self, message: Message) -> None:
         kind = message["ev"]
+        self._silent = 0
         if kind in ("step", "beat") and message["steps"] != self._steps:
-            self._steps, self._moved_at = message["steps"], time.monotonic()
-            if self.trouble is not None and not self.ended.is_set():
-                _LOG.warning("the engine makes steps again")
-                self.trouble = None
-        if kind == "step":
+            self._steps, self._still = message["steps"], 0
+            self._well("the engine makes steps again")
+        if kind == "beat":
+            self._ask_how_it_is()
+        elif kind == "step":
             self._deliver(message)
         elif kind == "refused":
             if (ticket := self._tickets.get(message["id"])) is not None:
                 words = message["message"] + (f" ({message['hint']})" if message["hint"] else "")
                 fault = message["code"] == FAULT
                 ticket.put(ApiError(500, words, code=FAULT) if fault else bad(words, code=message["code"]))
-        elif kind == "stats" and (future := self._asked.get(message["id"])) is not None and not future.done():
-            future.set_result(message)
+        elif kind == "stats":
+            self._answered(message)
 
     def _deliver(self, message: Message) -> None:
         for identity, index, token, text, logprob, finish, error in message["tokens"]:
@@ -261,21 +269,51 @@ class EngineClient:
                 if (ticket := self._tickets.get(entry["id"])) is not None:
                     ticket.put({"kind": kind, **entry})
 
+    def _answered(self, message: Message) -> None:
+        if message["id"] == self._question:
+            self._question = None
+            if not message["running"] and not message["waiting"]:
+                self._well("the engine answers again and has nothing to do")
+        elif (future := self._asked.get(message["id"])) is not None and not future.done():
+            future.set_result(message)
+
+    def _ask_how_it_is(self) -> None:
+        """In trouble: ask the engine's loop, once. Its beats come from another thread and say nothing of it; and where
+        all that it had was aborted, no step will ever tell."""
+        if self.trouble is not None and self._question is None and self._wire is not None:
+            self._question = next(self._numbers)
+            self._wire.send({"op": "stats", "id": self._question})
+
+    def _well(self, why: str) -> None:
+        if self.trouble is not None and not self.ended.is_set():
+            _LOG.warning(why)
+            self.trouble = self._question = None
+            self._still = 0
+
     async def _watch(self) -> None:
         while not self.ended.is_set():
-            await asyncio.sleep(min(0.5, self._watchdog_s / 4))
-            still = time.monotonic() - self._moved_at
-            if self._tickets and still > self._watchdog_s and self.trouble is None:
-                self._trip(still)
+            await asyncio.sleep(self._watch_s)
+            self._look()
 
-    def _trip(self, still: float) -> None:
-        self.trouble = f"the engine has made no step for {still:.0f} s"
-        _LOG.error("%s; %d requests fail: %s", self.trouble, len(self._tickets), sorted(self._tickets))
+    def _look(self) -> None:
+        """Count one more look at an engine that has not moved and said nothing since the last one."""
+        self._still = self._still + 1 if self._tickets else 0
+        self._silent += 1
+        if self.trouble is not None:
+            return
+        if (still := self._still * self._watch_s) > self._watchdog_s:
+            self._trip(f"the engine has made no step for {still:.0f} s")
+        elif (silent := self._silent * self._watch_s) > max(self._watchdog_s, _BEATS * BEAT_S):
+            self._trip(f"the engine has said nothing for {silent:.0f} s")
+
+    def _trip(self, trouble: str) -> None:
+        self.trouble = trouble
+        _LOG.error("%s; %d requests fail: %s", trouble, len(self._tickets), sorted(self._tickets))
         assert self._wire is not None
         self._wire.send({"op": "dump"})
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(signal.SIGUSR1)
-        self.fail_all(unavailable(self.trouble))
+        self.fail_all(unavailable(trouble))
 
     async def close(self) -> None:
         """End the process: by closing the connection, then by signals."""

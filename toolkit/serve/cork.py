@@ -9,6 +9,9 @@ turn of a quarter second, and a device that waits for the last of them has lost 
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import sys
+import termios
 import time
 from collections.abc import Iterable
 from typing import Any
@@ -21,6 +24,19 @@ class Corked:
     def __init__(self, transport: asyncio.WriteTransport, longest_s: float = 0.001) -> None:
         self._transport, self._parts = transport, list[bytes]()
         self._longest_s, self._begun = longest_s, 0.0
+        self._given = 0
+
+    @property
+    def taken(self) -> int:
+        """Bytes that have arrived: all that was written, less what waits in the transport and in the socket.
+
+        The transport alone would not do: it is told of room only when a third of the socket's megabytes are gone, and a
+        slow reader would seem to take nothing for long."""
+        end = self._transport.get_extra_info("socket")
+        if end is None or end.fileno() < 0:
+            return self._given
+        waiting = int.from_bytes(fcntl.ioctl(end.fileno(), termios.TIOCOUTQ, bytes(4)), sys.byteorder)
+        return self._given - self._transport.get_write_buffer_size() - waiting
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
         now = time.monotonic()
@@ -55,4 +71,6 @@ class Corked:
     def _flush(self) -> None:
         parts, self._parts = self._parts, []
         if parts and not self._transport.is_closing():
-            self._transport.write(b"".join(parts))
+            data = b"".join(parts)
+            self._given += len(data)
+            self._transport.write(data)

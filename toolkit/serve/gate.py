@@ -9,7 +9,6 @@ of other origins cannot read anything either.
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any, NoReturn
 
@@ -18,8 +17,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from toolkit.serve.answers import error_answer
-from toolkit.serve.faults import ApiError, bad
+from toolkit.serve.faults import STOPPING, ApiError, bad, unavailable
 from toolkit.serve.options import ANY_HOST, ServeOptions
+from toolkit.serve.patience import Patience
 
 #: Paths that need neither key nor a known host.
 OPEN = frozenset({"/health", "/v1/health/live", "/v1/health/ready", "/v2/health/live", "/v2/health/ready", "/version"})
@@ -65,8 +65,8 @@ class Gate:
         return key.name
 
 
-async def read_body(request: Request, options: ServeOptions) -> bytes:
-    """The whole body. ApiError 413 beyond the cap, 408 when it does not come."""
+async def read_body(request: Request, options: ServeOptions, patience: Patience) -> bytes:
+    """The whole body. ApiError 413 beyond the cap, 408 when it does not come, 503 when the server stops before."""
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise bad("compressed bodies are not taken", "Content-Encoding")
     most = options.max_body_bytes
@@ -76,7 +76,7 @@ async def read_body(request: Request, options: ServeOptions) -> bytes:
     parts: list[bytes] = []
     size = 0
     try:
-        async with asyncio.timeout(options.body_timeout_s):
+        async with patience.wait():
             async for part in request.stream():
                 size += len(part)
                 if size > most:
@@ -85,7 +85,9 @@ async def read_body(request: Request, options: ServeOptions) -> bytes:
     except ClientDisconnect as error:
         raise bad("the client left before its body was here") from error
     except TimeoutError as error:
-        raise ApiError(408, f"the body did not come within {options.body_timeout_s:g} s") from error
+        if patience.over:  # nothing of the request has begun; it would be refused if it came
+            raise unavailable(STOPPING) from error
+        raise ApiError(408, f"the body did not come within {patience.limit_s:g} s") from error
     return b"".join(parts)
 
 

@@ -65,7 +65,8 @@ class KserveRoutes:
         """Tensors in, tensors out: JSON, or JSON with their bytes behind it."""
         self._checked(name, version)
         options = self._service.options
-        body, header = await read_body(request, options), request.headers.get("inference-header-content-length")
+        body = await read_body(request, options, self._service.patience)
+        header = request.headers.get("inference-header-content-length")
         if header is not None and (not header.isdecimal() or len(header) > 18):
             raise bad(f"Inference-Header-Content-Length is {header[:40]!r}")
 

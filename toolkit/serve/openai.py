@@ -75,6 +75,8 @@ class Completions:
         ends: list[list[Message]] = [[] for _ in self._prompts]
         if self._params is not None:
             ends = await self._service.generate(self._prompts, self._params, self._terms)
+        elif self._request.logprobs is not None:
+            self._service.check_room(1)  # (to be scored below, one after another)
         for prompt, its in zip(self._prompts, ends, strict=True):
             usage.add(len(prompt), its)
             echo = await self._echo(prompt) if self._request.echo else None

@@ -19,7 +19,7 @@ Cut = Callable[[Scope], None]
 
 async def body_of(request: Request, service: Service) -> Any:
     """The request's JSON."""
-    return load_json(await read_body(request, service.options), service.options)
+    return load_json(await read_body(request, service.options, service.patience), service.options)
 
 
 def caller_of(request: Request) -> str:

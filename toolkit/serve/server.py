@@ -1,8 +1,9 @@
 """One server from start to stop.
 
-**Stop.** SIGTERM (or SIGINT) closes the port and turns readiness to 503; requests under way have ``drain_s`` seconds.
-What is not finished then ends with an error: a plain request as 503, a stream with a last event that says so. The
-engine process ends, and ``serve`` returns; the command exits 0. A second signal does not wait.
+**Stop.** SIGTERM (or SIGINT) closes the port and turns readiness to 503. A request whose body is not here yet is 503 at
+once; those under way have ``drain_s`` seconds. What is not finished then ends with an error: a plain request as 503, a
+stream with a last event that says so. Connections that are still open a moment later are cut. The engine process ends,
+and ``serve`` returns; the command exits 0. A second signal does not wait.
 """
 
 from __future__ import annotations
@@ -26,17 +27,20 @@ from toolkit.serve import pauses
 from toolkit.serve.app import make_app
 from toolkit.serve.client import EngineClient, EngineProcessError
 from toolkit.serve.cork import Corked
-from toolkit.serve.faults import unavailable
+from toolkit.serve.faults import STOPPING, unavailable
 from toolkit.serve.gate import Gate
 from toolkit.serve.metrics import Metrics
 from toolkit.serve.options import ServeOptions
 from toolkit.serve.service import Service
+from toolkit.serve.stalled import Stalled
 from toolkit.serve.text import Texts
 
 _LOG = logging.getLogger(__name__)
 _TOKENIZER = "tokenizer"
-#: After the drain: for last events to be written.
-_LAST_WORDS_S = 5.0
+#: After the drain: for last events to be taken. Then connections are cut.
+_LAST_WORDS_S = 1.0
+#: And then: for requests to see that they were cut, before their tasks are cancelled (which is logged as a fault).
+_CUT_S = 4.0
 
 
 class _Connections:
@@ -92,24 +96,38 @@ class _Server(uvicorn.Server):
             return
         _LOG.info("stopping: %d prompts have %g s", self._service.client.waiting_or_running,
                   self._service.options.drain_s)
-        self._service.draining = self.should_exit = True
+        self.should_exit = True
+        self._service.drain()
         self._tasks.append(asyncio.create_task(self._drain()))
 
     async def _drain(self) -> None:
         await asyncio.sleep(self._service.options.drain_s)
-        self._service.client.fail_all(unavailable("the server is shutting down"))
+        self._service.client.fail_all(unavailable(STOPPING))
+        await self._cut_all()
+
+    async def _cut_all(self) -> None:
+        """Whoever has not taken its last words by now takes none."""
+        await asyncio.sleep(_LAST_WORDS_S)
+        for connection in self._open_connections():
+            connection.abort()
+
+    def _open_connections(self) -> list[Corked]:
+        return [cast(Corked, connection.transport) for connection in self.server_state.connections]
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self._tasks.append(asyncio.create_task(self._mourn()))
+        stalled = Stalled(self._open_connections, self._service.options.write_timeout_s)
+        self._tasks += [asyncio.create_task(self._mourn()), asyncio.create_task(stalled.run())]
         pauses.begin()
         self._on_ready(self.servers[0].sockets[0].getsockname()[1])
 
     async def _mourn(self) -> None:
         """The engine process has ended: nothing can be served any more. Its requests have been answered."""
         await self._service.client.ended.wait()
+        self._service.patience.end()
         await asyncio.sleep(1.0)
         self.should_exit = True
+        await self._cut_all()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)
@@ -138,7 +156,7 @@ async def serve(engine: Path, options: ServeOptions, on_ready: Callable[[int, di
         config = uvicorn.Config(app, host=options.host, port=options.port, http=connections.protocol(), ws="none",
                                 lifespan="off", access_log=False, server_header=False, log_config=None,
                                 timeout_keep_alive=30, proxy_headers=False,
-                                timeout_graceful_shutdown=int(options.drain_s + _LAST_WORDS_S) + 1)
+                                timeout_graceful_shutdown=int(options.drain_s + _LAST_WORDS_S + _CUT_S) + 1)
         server = _Server(config, service, lambda port: on_ready(port, client.info))
         await server.serve(sockets=[listener])
         if client.ended.is_set() and not service.draining:

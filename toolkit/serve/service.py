@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from engines.request import SamplingParams
-from toolkit.serve.client import EngineClient, ending_fault
-from toolkit.serve.faults import ApiError, unavailable
+from toolkit.serve.client import EngineClient, Ticket, ending_fault
+from toolkit.serve.faults import STOPPING, ApiError, unavailable
 from toolkit.serve.metrics import Metrics
 from toolkit.serve.options import ServeOptions
+from toolkit.serve.patience import Patience
 from toolkit.serve.text import Texts
 from toolkit.serve.wire import Message
 
@@ -44,16 +45,28 @@ class Service:
         self.started = int(time.time())
         #: Set when no new request is taken.
         self.draining = False
+        #: For bodies to come.
+        self.patience = Patience(options.body_timeout_s)
 
     @property
     def trouble(self) -> str | None:
         """Why nothing new is served now; None when it is."""
-        return "the server is shutting down" if self.draining else self.client.trouble
+        return STOPPING if self.draining else self.client.trouble
+
+    def drain(self) -> None:
+        """Take nothing new: not what asks from now on, nor what has not been sent to its end."""
+        self.draining = True
+        self.patience.end()
 
     def admit(self, prompts: int) -> None:
-        """ApiError 503 or 429 unless that many prompts may come in now."""
+        """ApiError 503 or 429 unless that many prompts may come in now: asked before there is work with them."""
         if self.trouble is not None:
             raise unavailable(self.trouble)
+        self.check_room(prompts)
+
+    def check_room(self, prompts: int) -> None:
+        """ApiError 429 unless that many tickets may be opened. Asked right before they are: while a request was
+        tokenized, others came in."""
         room = self.client.info["limits"]["max_batch_size"] + self.options.max_queue
         if self.client.waiting_or_running + prompts > max(room, prompts):
             raise ApiError(429, f"{self.client.waiting_or_running} prompts are under way, and {room} are the most",
@@ -66,15 +79,19 @@ class Service:
     async def generate(self, prompts: Sequence[list[int]], params: SamplingParams, terms: dict[str, Any]
                        ) -> list[list[Message]]:
         """The ends of all continuations of all prompts, in order. The first fault ends the others."""
-        if len(prompts) == 1:  # a group and a task of its own cost what the request's JSON costs
-            return [await self._one(prompts[0], params, terms)]
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self._one(prompt, params, terms)) for prompt in prompts]
-        return [task.result() for task in tasks]
+        self.check_room(len(prompts))
+        async with AsyncExitStack() as stack:
+            live = [await stack.enter_async_context(self.client.ticket(prompt, params, terms)) for prompt in prompts]
+            if len(live) == 1:  # a group and a task of its own cost what the request's JSON costs
+                return [await self._ends(live[0], prompts[0])]
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._ends(ticket, prompt))
+                         for ticket, prompt in zip(live, prompts, strict=True)]
+            return [task.result() for task in tasks]
 
-    async def _one(self, prompt: list[int], params: SamplingParams, terms: dict[str, Any]) -> list[Message]:
-        async with self.client.ticket(prompt, params, terms) as ticket:
-            ends = await ticket.result()
+    async def _ends(self, ticket: Ticket, prompt: list[int]) -> list[Message]:
+        ends = await ticket.result()
+        self.client.shut(ticket, finished=True)  # its place is free, though others of the request may go on
         self.metrics.finished(len(prompt), ends)
         return ends
 
@@ -88,6 +105,7 @@ class Service:
                      ) -> AsyncGenerator[tuple[int, Message], None]:
         """(prompt's number, message) of kinds ``token`` and ``done``, as they come. Leaving it early aborts all."""
         news = asyncio.Event()
+        self.check_room(len(prompts))
         async with AsyncExitStack() as stack:
             live = {number: await stack.enter_async_context(
                 self.client.ticket(prompt, params, terms, stream=True, news=news))

@@ -29,6 +29,8 @@ _HEADER = struct.Struct(">I")
 #: Bytes of messages that the front end may have waiting before the engine has to: some hundred steps of a full batch.
 _BUFFER = 4 << 20
 _READ = 1 << 20
+#: Between two beats.
+BEAT_S = 0.5
 #: The ``code`` of a refusal that is the engine's own fault, not the request's.
 FAULT = "engine_fault"
 Message = dict[str, Any]

@@ -28,10 +28,9 @@ from engines.runtime.admission import Terms
 from engines.runtime.events import TokenEvent
 from engines.runtime.loop import Loop
 from toolkit.serve import pauses
-from toolkit.serve.wire import FAULT, BlockingWire, Message
+from toolkit.serve.wire import BEAT_S, FAULT, BlockingWire, Message
 
 _LOG = logging.getLogger(__name__)
-BEAT_S = 0.5
 #: Ends in one message: the front end answers the first of many while the others are put together.
 ENDS = 8
 
