@@ -96,7 +96,7 @@ class Connection(HttpToolsProtocol):
         self._deaf = False
         #: A head has begun and is not whole.
         self._in_head = False
-        #: Whether what was read last ended a head or was of a body; and the bytes since, which are held by the parser.
+        #: Whether what was read last ended a head or was of a body; and the bytes since then, which the parser holds.
         self._fruitful, self._barren = False, 0
         #: Bytes of the bodies that wait.
         self._behind = 0
@@ -128,13 +128,15 @@ class Connection(HttpToolsProtocol):
         if self._deaf:
             return
         self._fruitful = False
+        self._barren += len(data)
         try:
             self._parse(data)
         except httptools.HttpParserError as error:
             fault = error.__context__
             self._refuse(settled(fault) if isinstance(fault, ApiError) else bad("this is no HTTP request"))
             return
-        self._barren = 0 if self._fruitful else self._barren + len(data)
+        if self._fruitful:
+            self._barren = 0  # (what it may hold of a next head is at most one read)
         if self._barren > MOST_HEAD:
             self._refuse(_head_too_large())
         elif self._timer is None and self._under_way is None:
@@ -156,6 +158,9 @@ class Connection(HttpToolsProtocol):
         lines += [b"%b: %b" % (name, value) for name, value in self.headers if name != b"upgrade"]
         return b"\r\n".join(lines) + b"\r\n\r\n"
 
+    def _head_size(self) -> int:
+        return len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+
     # The parser's calls. An ApiError is raised out of it: it stops there.
 
     def on_message_begin(self) -> None:
@@ -167,20 +172,17 @@ class Connection(HttpToolsProtocol):
             if self.parser.get_method() == b"CONNECT":
                 raise ApiError(501, "this is no proxy", code="not_supported")
             return  # it comes again, without
-        hosts, size = 0, len(self.url)
-        for name, value in self.headers:
-            size += len(name) + len(value) + 4
-            hosts += name == b"host"
-        if size > MOST_HEAD:
+        if self._barren > MOST_HEAD and self._head_size() > MOST_HEAD:
             raise _head_too_large()
-        if hosts > 1:
+        if [name for name, _ in self.headers].count(b"host") > 1:
             raise bad("a request has one Host header", "Host")
         if len(self.pipeline) == MOST_WAITING:
             raise _too_much_behind()
         waiting = self._under_way is not None
         super().on_headers_complete()
         self._in_head, self._fruitful = False, True
-        self._time(None)
+        if self._timer is not None:
+            self._time(None)
         if waiting:
             self.flow.resume_reading()  # uvicorn has paused it, and would not see the client leave
         else:
