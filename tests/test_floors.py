@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 ROOMS = ("calib", "engines", "evals", "toolkit", "ui")
 #: Foreign weight stands behind one door each.
 DOORS = {"modelopt": {"calib/quantizer.py"}, "lm_eval": {"evals/accuracy.py"}, "streamlit": {"ui/"},
-         "fastapi": {"toolkit/serve/app.py"}, "uvicorn": {"toolkit/serve/server.py"},
+         "fastapi": {"toolkit/serve/app.py"}, "uvicorn": {"toolkit/serve/server.py", "toolkit/serve/connections.py"},
          "llguidance": {"engines/runtime/grammar.py"}}
 
 

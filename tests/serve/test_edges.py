@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -87,6 +88,28 @@ def test_foreign_hosts_are_refused_and_origins_get_nothing(http, server) -> None
     assert not [name for name in found.headers if name.startswith("access-control")]
     assert b" 403 " in raw(server, b"GET /v1/models HTTP/1.1\r\nHost: [::2]:80\r\nConnection: close\r\n\r\n")
     assert b" 400 " in raw(server, b"NONSENSE\r\n\r\n")
+
+
+def test_wishes_for_other_protocols_are_ignored(server) -> None:
+    """Java's HttpClient has the first of them with every request."""
+    body = json.dumps(CHAT).encode()
+    request = b"POST %b HTTP/1.1\r\nHost: localhost\r\nConnection: close, Upgrade, HTTP2-Settings\r\nUpgrade: %b\r\n" \
+              b"HTTP2-Settings: AAMAAABkAAQAAP__\r\nContent-Length: %d\r\n\r\n%b"
+    for path, wish, status in (("/v1/chat/completions", b"h2c", b"200"), ("/v1/chat/completions", b"websocket", b"200"),
+                               ("/health", b"websocket", b"405"), ("/v1/nothing", b"websocket", b"404")):
+        found = raw(server, request % (path.encode(), wish, len(body), body))
+        assert found.startswith(b"HTTP/1.1 " + status), found
+    assert "pgrade" not in "".join(server.log)
+    assert "WebSocket" not in "".join(server.log)
+
+
+def test_heads_that_break_http_are_refused_in_words_before_any_key(server) -> None:
+    for request, status in ((b"GET /health HTTP/1.1\r\nHost: localhost\r\nX: " + b"a" * (1 << 20), b"431"),
+                            (b"GET /health HTTP/1.1\r\nHost: localhost\r\nHost: localhost\r\n\r\n", b"400"),
+                            (b"NONSENSE\r\n\r\n", b"400")):
+        found = raw(server, request)
+        assert found.startswith(b"HTTP/1.1 " + status), found
+        assert json.loads(found.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
 
 
 def test_other_paths_and_methods_answer_in_words(http) -> None:

@@ -53,6 +53,23 @@ def test_a_client_that_leaves_frees_its_blocks(server, stream: bool) -> None:
     assert server.metric("toolkit_dropped_total") == dropped + 1
 
 
+@pytest.mark.parametrize("later", [False, True])
+def test_a_client_that_leaves_with_a_request_behind_frees_its_blocks(server, later: bool) -> None:
+    host, port = server.url.removeprefix("http://").rsplit(":", 1)
+    dropped = server.metric("toolkit_dropped_total")
+    body = json.dumps(LONG).encode()
+    request = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    with socket.create_connection((host, int(port))) as end:
+        end.sendall(request if later else request * 2)
+        until(lambda: server.metric("toolkit_requests_running") == 1)
+        if later:
+            end.sendall(request)
+        steps = server.metric("toolkit_steps_total")
+    until(lambda: idle(server))
+    assert server.metric("toolkit_steps_total") - steps < 850, "it was generated to the end"
+    assert server.metric("toolkit_dropped_total") == dropped + 1
+
+
 def test_closing_an_iterator_is_an_abort(server) -> None:
     with httpx.stream("POST", f"{server.url}/v1/completions", json=LONG | {"stream": True}, timeout=30) as response:
         next(response.iter_lines())

@@ -18,14 +18,13 @@ from pathlib import Path
 from typing import Any, cast
 
 import uvicorn
-from starlette.types import Scope
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from calib.text import Tokenizer
 from toolkit.errors import UsageError
 from toolkit.serve import pauses
 from toolkit.serve.app import make_app
 from toolkit.serve.client import EngineClient, EngineProcessError
+from toolkit.serve.connections import Connections
 from toolkit.serve.cork import Corked
 from toolkit.serve.faults import STOPPING, unavailable
 from toolkit.serve.gate import Gate
@@ -41,33 +40,6 @@ _TOKENIZER = "tokenizer"
 _LAST_WORDS_S = 1.0
 #: And then: for requests to see that they were cut, before their tasks are cancelled (which is logged as a fault).
 _CUT_S = 4.0
-
-
-class _Connections:
-    """Open connections by their peers' addresses, so that one can be cut."""
-
-    def __init__(self) -> None:
-        self._transports: dict[tuple[str, int], asyncio.Transport] = {}
-
-    def protocol(self) -> type[HttpToolsProtocol]:
-        transports = self._transports
-
-        class Protocol(HttpToolsProtocol):
-            def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-                super().connection_made(cast(asyncio.Transport, Corked(transport)))
-                if self.client is not None:
-                    transports[self.client] = transport
-
-            def connection_lost(self, exc: Exception | None) -> None:
-                if self.client is not None:
-                    transports.pop(self.client, None)
-                super().connection_lost(exc)
-        return Protocol
-
-    def cut(self, scope: Scope) -> None:
-        client = scope.get("client")
-        if client is not None and (transport := self._transports.get(tuple(client))) is not None:
-            transport.abort()
 
 
 class _Server(uvicorn.Server):
@@ -151,7 +123,7 @@ async def serve(engine: Path, options: ServeOptions, on_ready: Callable[[int, di
         texts = Texts(Tokenizer.open(engine / _TOKENIZER), client.info["vocab_size"],
                       client.info["limits"]["max_seq_len"])
         service = Service(client, texts, options, Metrics(options.model, client.info))
-        connections = _Connections()
+        connections = Connections(options)
         app = Gate(make_app(service, connections.cut), options)
         config = uvicorn.Config(app, host=options.host, port=options.port, http=connections.protocol(), ws="none",
                                 lifespan="off", access_log=False, server_header=False, log_config=None,
