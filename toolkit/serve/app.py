@@ -4,6 +4,7 @@ client is there."""
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -45,6 +46,8 @@ NOT_SERVED = {
     "/v2/trace/setting": "there is no tracing", "/v2/logging": "the log's level is set at start",
     "/v2/models/stats": "figures are at /metrics"}
 Asked = TypeVar("Asked", bound=Sampled)
+#: Token ids that are written at once: milliseconds.
+_STRETCH = 1 << 16
 Admit = Callable[[Service, Asked, str], Awaitable[Completions | Chat]]
 
 
@@ -170,13 +173,18 @@ def _text_routes(app: FastAPI, service: Service) -> None:
         asked = validated(TokenizeRequest, await body_of(request, service), strict=True)
         if (asked.prompt is None) == (asked.messages is None):
             raise bad("give prompt or messages", "prompt")
-        ids = (await texts.ids(asked.prompt, bos=asked.add_special_tokens) if asked.prompt is not None
+        ids = (await texts.ids(asked.prompt, bos=asked.add_special_tokens, any_length=True) if asked.prompt is not None
                else await texts.chat_ids(asked.messages or [], None))
-        return Json({"tokens": ids, "count": len(ids), "max_model_len": texts.longest})
+        written = []
+        for at in range(0, len(ids), _STRETCH):  # the ids of some megabytes of text take a second: others have turns
+            written.append(json.dumps(ids[at:at + _STRETCH], separators=(",", ":"))[1:-1])
+            await asyncio.sleep(0)
+        return Response(f'{{"tokens":[{",".join(written)}],"count":{len(ids)},"max_model_len":{texts.longest}}}',
+                        media_type="application/json")
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         asked = validated(DetokenizeRequest, await body_of(request, service), strict=True)
-        if strange := next((index for index in asked.tokens if index >= texts.tokenizer.vocab_size), None):
+        if asked.tokens and (strange := max(asked.tokens)) >= texts.tokenizer.vocab_size:
             raise bad(f"token id {strange} is outside the vocabulary of {texts.tokenizer.vocab_size}", "tokens")
         return Json({"prompt": await asyncio.to_thread(texts.tokenizer.decode, asked.tokens, skip_special=False)})

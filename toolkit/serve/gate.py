@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from typing import Any, NoReturn
 
 from starlette.datastructures import Headers
@@ -23,6 +24,12 @@ from toolkit.serve.options import ANY_HOST, ServeOptions
 
 #: Paths that need neither key nor a known host.
 OPEN = frozenset({"/health", "/v1/health/live", "/v1/health/ready", "/v2/health/live", "/v2/health/ready", "/version"})
+
+#: Objects, lists and fields of one body: a conversation with tools has some thousands, and a million take seconds.
+_MOST_PLACES = 1 << 18
+_PLACES = (b"[", b"{", b":")
+#: A text, also one that does not end: no quote in it is looked at as another's beginning.
+_TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 
 
 class Gate:
@@ -95,6 +102,8 @@ def _too_large(size: str, most: int) -> ApiError:
 
 def load_json(data: bytes, options: ServeOptions) -> Any:
     """Strict JSON: UTF-8, no NaN, no nesting beyond the cap. ApiError 400 says where it breaks."""
+    if _places(data) > _MOST_PLACES and (places := _places(_TEXT.sub(b"", data))) > _MOST_PLACES:
+        raise bad(f"the body has {places} objects, lists and fields; at most {_MOST_PLACES} are allowed")
     try:
         document = json.loads(data.decode(), parse_constant=_no_constant)
     except UnicodeDecodeError as error:
@@ -113,6 +122,10 @@ def load_json(data: bytes, options: ServeOptions) -> Any:
         if not level:
             return document
     raise _too_deep(options)
+
+
+def _places(data: bytes) -> int:
+    return sum(map(data.count, _PLACES))
 
 
 def _too_deep(options: ServeOptions) -> ApiError:
