@@ -21,7 +21,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError
 
 from calib.errors import UsageError, shown
 from calib.scheme import Frozen
-from engines.request import Grammar, SamplingParams
+from engines.request import MAX_GRAMMAR_BYTES, Grammar, SamplingParams
 from toolkit.serve.faults import ApiError, bad
 from toolkit.serve.options import ServeOptions
 
@@ -257,12 +257,14 @@ class ResponseFormat(Part):
         if any(given[name] != (name == self.type) for name in given):
             raise bad(f"response_format {self.type} takes {'the field ' + self.type if self.type in given else 'no'} "
                       "other field", "response_format")
-        if self.type == "regex":
-            return validated(Grammar, {"kind": "regex", "source": self.regex})
         if self.type == "text":
             return None
         schema = self.json_schema.schema_ if self.json_schema is not None else {"type": "object"}
-        return validated(Grammar, {"kind": "json_schema", "source": json.dumps(schema)})
+        source = json.dumps(schema) if self.regex is None else self.regex
+        if not 1 <= len(source) <= MAX_GRAMMAR_BYTES:
+            raise bad(f"response_format {self.type} has {len(source)} characters; 1 to {MAX_GRAMMAR_BYTES} are allowed",
+                      "response_format")
+        return Grammar(kind="json_schema" if self.regex is None else "regex", source=source)
 
 
 class ChatRequest(Sampled):
