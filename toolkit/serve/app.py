@@ -53,7 +53,8 @@ Admit = Callable[[Service, Asked, str], Awaitable[Completions | Chat]]
 
 def make_app(service: Service, cut: Cut) -> ASGIApp:
     """The application of one served engine."""
-    app = FastAPI(title="toolkit serve", version=VERSION, docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(title="toolkit serve", version=VERSION, docs_url=None, redoc_url=None, openapi_url=None,
+                  redirect_slashes=False)  # (a client that posts does not follow, and the answer had no words)
     busy = _openai_routes(service, cut)
     app.router.routes.extend(busy)
     _status_routes(app, service)
@@ -110,9 +111,9 @@ def _status_routes(app: FastAPI, service: Service) -> None:
         return Json({"status": trouble or "ok"}, 200 if trouble is None else 503)
 
     for path in ("/health", "/v1/health/ready", "/v2/health/ready"):
-        app.add_api_route(path, ready, methods=["GET"])
+        app.add_api_route(path, ready, methods=["GET", "HEAD"])  # (load balancers ask without wanting a body)
     for path in ("/v1/health/live", "/v2/health/live"):
-        app.add_api_route(path, live, methods=["GET"])
+        app.add_api_route(path, live, methods=["GET", "HEAD"])
 
     @app.get("/version")
     async def version() -> Response:

@@ -2,7 +2,8 @@
 
 **Host.** A page in a browser can make the browser ask a server on this machine under a name of the page's own (DNS
 rebinding); such a request carries that name. Only known names are answered. Nothing answers CORS preflights, so pages
-of other origins cannot read anything either.
+of other origins cannot read anything either. Nor can they start anything: what a browser sends without a preflight is
+text, a form, or a body without a type and with its page's origin, and none of these is taken.
 
 **Health** is open to everybody: probes have no key and come by address.
 """
@@ -73,7 +74,8 @@ class Gate:
 
 
 async def read_body(request: Request, options: ServeOptions) -> bytes:
-    """The whole body. ApiError 413 beyond the cap, 408 when it does not come."""
+    """The whole body. ApiError 415 for what is not sent as JSON, 413 beyond the cap, 408 when it does not come."""
+    _check_type(request.headers)
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise bad("compressed bodies are not taken", "Content-Encoding")
     most = options.max_body_bytes
@@ -94,6 +96,19 @@ async def read_body(request: Request, options: ServeOptions) -> bytes:
     except TimeoutError as error:
         raise ApiError(408, f"the body did not come within {options.body_timeout_s:g} s") from error
     return b"".join(parts)
+
+
+def _check_type(headers: Headers) -> None:
+    """JSON, or bytes that hold it. Programs (Triton's client among them) may leave the type out, pages may not."""
+    given = headers.get("content-type")
+    if given is None:
+        if "origin" in headers:
+            raise ApiError(415, "a page's request needs a Content-Type: send application/json", param="Content-Type")
+        return
+    kind, _, below = given.partition(";")[0].strip().lower().partition("/")
+    if not (below == "json" or below.endswith("+json") or (kind, below) == ("application", "octet-stream")):
+        raise ApiError(415, f"a body of the type {given[:100]!r} is not taken: send application/json",
+                       param="Content-Type")
 
 
 def _too_large(size: str, most: int) -> ApiError:
