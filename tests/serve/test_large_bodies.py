@@ -94,6 +94,7 @@ def test_texts_may_hold_any_number_of_brackets() -> None:
     ({"inputs": [TEXT | {"data": [["a"], "b"]}]}, "side by side"),
     ({"inputs": [{"name": "input_ids", "datatype": "INT32", "shape": [16_000_000, 0], "data": []}]}, "16000000 rows"),
     ({"inputs": [TEXT | {"shape": [70_000]}]}, "70000 rows"),
+    ({"inputs": [TEXT | {"shape": [1, 70_000]}]}, "70000 rows"),
     ({"inputs": [TEXT], "x" * MANY: 1}, "unknown field"), ({"inputs": [TEXT | {"name": "x" * MANY}]}, "unknown input")])
 def test_tensors_are_bounded_before_they_are_looked_at(document, words) -> None:
     with pytest.raises(ApiError, match=words) as caught:

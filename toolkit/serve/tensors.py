@@ -137,7 +137,7 @@ def _tensor(name: str, tensor: Mapping[str, Any], rest: bytes) -> tuple[Any, byt
                                and _same_family(kind, wanted)):
         raise bad(f"{name} has datatype {shown(kind)}; it is {wanted}", name)
     count = math.prod(shape)
-    if (rows := shape[0] if len(shape) == 2 else count if wanted == "BYTES" else 0) > MOST_ROWS:
+    if (rows := count if wanted == "BYTES" else shape[0] if len(shape) == 2 else 0) > MOST_ROWS:
         raise bad(f"{name} has {rows} rows; at most {MOST_ROWS} are allowed", name)
     parameters = _object(tensor.get("parameters", {}), f"{name}.parameters")
     known(parameters, {"binary_data_size"}, f"parameter of {name}")
