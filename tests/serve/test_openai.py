@@ -242,6 +242,7 @@ def test_the_model_decides_with_auto_and_none(client) -> None:
     ({"response_format": {"type": "regex"}}, "regex"), ({"extra_body": {"top_k": "5"}}, "top_k"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "what"}}}},
      "cannot be used"),
+    ({"tools": TOOLS, "tool_choice": "perhaps"}, "tool_choice: Input should be 'none', 'auto' or 'required'"),
     ({"tools": [*TOOLS, TOOLS[0]]}, "same name"), ({"service_tier": "flex"}, "service_tier"),
     ({"extra_body": {"min_tokens": 9, "max_tokens": 3}}, "min_tokens 9 is larger")])
 @pytest.mark.parametrize("stream", [False, True])
