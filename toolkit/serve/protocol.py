@@ -331,7 +331,8 @@ def refusal(error: ValidationError) -> ApiError:
     first = error.errors(include_url=False)[0]
     if first["loc"][:1] == ("prompt",) and len(first["loc"]) > 1:  # of four forms, what one would have to be is no help
         return bad(f"prompt: must be {_PROMPT}", "prompt")
-    place = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("list[", "function-", "constr", "literal[")))
+    named = [str(part) for part in first["loc"]]
+    place = ".".join(part for part in named if not part.startswith(("list[", "function-", "constr", "literal[")))
     place = place[:200]  # (an unknown field's name may be as long as the body)
     if first["type"] == "extra_forbidden":
         return bad(f"unknown or unsupported parameter: {place}", place, "unknown_parameter")
