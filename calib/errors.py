@@ -9,7 +9,7 @@ Each room has a small family of its own below ``ToolkitError``; ``exit_code`` fo
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 USAGE = 2
 ENVIRONMENT = 4
@@ -32,8 +32,35 @@ class ToolkitError(Exception):
 
 def shown(value: object, most: int = 80) -> str:
     """A value as a message shows it: its repr, cut where it would fill the screen."""
-    written = repr(value)
-    return written if len(written) <= most else f"{written[:most]}..."
+    written = ""
+    for piece in _written(value, most):
+        written += piece
+        if len(written) > most:
+            return f"{written[:most]}..."
+    return written
+
+
+def _written(value: object, most: int) -> Iterator[str]:
+    """repr in pieces: of a list with a million entries only those are written that are shown."""
+    if type(value) is str:
+        yield repr(value[:most + 1])
+    elif isinstance(value, list | tuple) and type(value) in (list, tuple):
+        begin, end = ("[", "]") if isinstance(value, list) else ("(", ",)" if len(value) == 1 else ")")
+        yield begin
+        for number, one in enumerate(value):
+            yield ", " if number else ""
+            yield from _written(one, most)
+        yield end
+    elif type(value) is dict:
+        yield "{"
+        for number, (key, one) in enumerate(value.items()):
+            yield ", " if number else ""
+            yield from _written(key, most)
+            yield ": "
+            yield from _written(one, most)
+        yield "}"
+    else:
+        yield repr(value)
 
 
 class UsageError(ToolkitError):

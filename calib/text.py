@@ -40,6 +40,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_ma
 _GENERATION = "generation_config.json"
 _COPY = "Copy the model folder again."
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+#: Characters, or ids, from which on a text is a batch of one: for a batch the library lets the interpreter's lock go.
+_LONG = 2000
 
 
 @functools.cache
@@ -183,16 +185,18 @@ class Tokenizer:
 
     def encode(self, text: str, *, bos: bool = True) -> list[int]:
         """Token ids of plain text; special strings stay text. A BOS in front iff asked for and the model adds one."""
-        ids = self._plain.encode(text, add_special_tokens=False).ids
+        ids = _ids(self._plain, text)
         return [cast(int, self.bos_id), *ids] if bos and self.adds_bos else ids
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
         """Text of token ids. An incomplete UTF-8 sequence gives U+FFFD. CalibError for an id outside the vocabulary."""
-        for index in ids:
-            if not 0 <= index < self.vocab_size:
-                raise CalibError(f"token id {index} is outside the vocabulary of {self.vocab_size}",
-                                 "The ids come from another model's tokenizer.")
-        return self._marked.decode(list(ids), skip_special_tokens=skip_special)
+        if len(ids) and not (min(ids) >= 0 and max(ids) < self.vocab_size):
+            index = next(index for index in ids if not 0 <= index < self.vocab_size)
+            raise CalibError(f"token id {index} is outside the vocabulary of {self.vocab_size}",
+                             "The ids come from another model's tokenizer.")
+        if len(ids) < _LONG:
+            return self._marked.decode(list(ids), skip_special_tokens=skip_special)
+        return self._marked.decode_batch([list(ids)], skip_special_tokens=skip_special)[0]
 
     def id_to_bytes(self, index: int) -> bytes:
         """The raw bytes that a token stands for (a token may be a piece of a character). b"" for an unused id.
@@ -215,6 +219,37 @@ class Tokenizer:
         if byte := _BYTE_TOKEN.fullmatch(token):
             return bytes([int(byte[1], 16)])
         return token.replace("\u2581", " ").encode()
+
+    def least_tokens(self, text: str) -> int:
+        """How many tokens a text has at least, without encoding it; 0 where nothing is certain."""
+        if self._longest_token is None:
+            return 0
+        spelled = text.encode("utf-8", "surrogatepass").translate(None, self._unspelled)
+        return -(-len(spelled) // self._longest_token)
+
+    @functools.cached_property
+    def _longest_token(self) -> int | None:
+        """Bytes of plain text that one token stands for at most; None where that cannot be said for certain.
+
+        It can for byte-level BPE without a normalizer: no byte that has a token is left out or changed. (A normalizer,
+        an added token that strips, or another model's unknown token may stand for any length.)
+        """
+        data = _read_json(self._files, "tokenizer.json", self._origin)
+        model, split = data.get("model") or {}, data.get("pre_tokenizer") or {}
+        steps = split.get("pretokenizers", [split])
+        certain = (
+            data.get("normalizer") is None and model.get("type") == "BPE"
+            and not model.get("continuing_subword_prefix") and not model.get("end_of_word_suffix")
+            and "ByteLevel" in [step.get("type") for step in steps]
+            and all(step.get("type") in ("ByteLevel", "Digits")
+                    or (step.get("type") == "Split" and step.get("behavior") != "Removed") for step in steps)
+            and not any(added.get("lstrip") or added.get("rstrip") for added in data.get("added_tokens") or []))
+        return max(1, *(len(self._bytes_of(index)) for index in range(self.vocab_size))) if certain else None
+
+    @functools.cached_property
+    def _unspelled(self) -> bytes:
+        """Bytes without a token of their own, which byte-level BPE may leave out."""
+        return bytes(byte for char, byte in _byte_of_char().items() if self._marked.token_to_id(char) is None)
 
     @property
     def has_template(self) -> bool:
@@ -247,7 +282,7 @@ class Tokenizer:
         masked, masked_tools, originals = template.mask(messages, specials, tools)
         rendered = template.render(masked, self._template_names(), add_generation_prompt, masked_tools)
         if not originals:
-            return self._marked.encode(rendered, add_special_tokens=False).ids
+            return _ids(self._marked, rendered)
         ids: list[int] = []
         for piece in re.split("(" + "|".join(re.escape(s) for s in sorted(specials, key=len, reverse=True)) + ")",
                               rendered):
@@ -256,7 +291,7 @@ class Tokenizer:
             elif piece:
                 for mark, original in originals.items():
                     piece = piece.replace(mark, original)
-                ids += self._plain.encode(piece, add_special_tokens=False).ids
+                ids += _ids(self._plain, piece)
         return ids
 
     def _template_names(self) -> dict[str, Any]:
@@ -266,6 +301,14 @@ class Tokenizer:
         if self._template is None:
             raise CalibError(f"{self._origin} has no chat template", "Use plain text, or an instruction-tuned model.")
         return self._template
+
+
+def _ids(backend: tokenizers.Tokenizer, text: str) -> list[int]:
+    """A text's ids. Some megabytes take seconds, and nothing else in the process would go on; for a short text a batch
+    takes longer."""
+    if len(text) < _LONG:
+        return backend.encode(text, add_special_tokens=False).ids
+    return backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab_size: int) -> None:

@@ -26,6 +26,11 @@ _JSON_STYLE: Any = {"whitespace_flexible": False, "item_separator": ", ", "key_s
 #: Schemas and expressions nested deeper than this are refused before anything recursive sees them.
 MAX_DEPTH = 64
 
+_NOTHING = "no text can match it from here on; it may refer to itself, or its demands exclude each other"
+#: llguidance's names for why it stopped -> words.
+_STOPS = {"NoExtension": _NOTHING, "NoExtensionBias": _NOTHING, "LexerTooComplex": "its expressions are too complex",
+          "ParserTooComplex": "its rules are too complex"}
+
 
 class Vocabulary(Protocol):
     """What is needed of a tokenizer (``calib.text.Tokenizer`` has it)."""
@@ -82,7 +87,8 @@ class Matcher:
 
     def _check(self) -> None:
         if self._inner.is_error():
-            raise GrammarError(f"{OVERRUN}{_first_line(self._inner.get_error())}",
+            said = _first_line(self._inner.get_error())
+            raise GrammarError(f"{OVERRUN}{_STOPS.get(said, said)}",
                                "Simplify the schema or expression.")
 
     @property

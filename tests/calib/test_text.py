@@ -62,6 +62,33 @@ def test_bytes_of_tokens_join_to_the_text(tmp_path, text):
     assert tokenizer.decode(ids) == text
 
 
+@pytest.mark.parametrize("changes", [
+    {"normalizer": {"type": "Lowercase"}}, {"pre_tokenizer": {"type": "Whitespace"}},
+    {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [
+        {"type": "Split", "pattern": {"String": " "}, "behavior": "Removed", "invert": False},
+        {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}]}}])
+def test_how_many_tokens_a_text_has_at_least_is_said_only_where_it_is_certain(tmp_path, changes):
+    text = "  words 漢字\x04 " * 500
+    tokenizer = opened(tmp_path)
+    assert 0 < tokenizer.least_tokens(text) <= len(tokenizer.encode(text))
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    assert Tokenizer.open(tmp_path).least_tokens(text) == 0
+
+
+def test_bytes_without_a_token_count_for_nothing(tmp_path):
+    """Byte-level BPE without an unknown token leaves them out."""
+    byte_tokenizer(tmp_path)
+    path = tmp_path / "tokenizer.json"
+    data = json.loads(path.read_text())
+    vocab = data["model"]["vocab"]
+    vocab["ab"] = vocab.pop("a")
+    path.write_text(json.dumps(data))
+    tokenizer = Tokenizer.open(tmp_path)
+    assert tokenizer.least_tokens("a" * 9000) == len(tokenizer.encode("a" * 9000, bos=False)) == 0
+    assert 0 < tokenizer.least_tokens("b" * 9000) <= len(tokenizer.encode("b" * 9000, bos=False))
+
+
 def test_ids_outside_the_vocabulary_are_refused(tmp_path):
     with pytest.raises(CalibError, match="264"):
         opened(tmp_path).decode([3, 264])

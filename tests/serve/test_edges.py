@@ -124,6 +124,46 @@ def test_other_paths_and_methods_answer_in_words(http) -> None:
         assert http.get(path).status_code == 404
 
 
+def test_methods_that_are_not_for_a_path_are_the_requests_fault(http) -> None:
+    found = http.get("/v1/completions")
+    assert (found.status_code, found.json()["error"]["type"]) == (405, "invalid_request_error")
+
+
+def test_a_path_with_a_slash_behind_it_is_another_one(http) -> None:
+    found = http.post("/v1/completions/", json={"model": "tiny", "prompt": "a"})
+    assert found.status_code == 404
+    assert "there is no /v1/completions/ here" in found.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/health/ready", "/v1/health/live", "/v2/health/ready",
+                                  "/v2/health/live"])
+def test_health_may_be_asked_for_without_a_body(http, path: str) -> None:
+    found = http.head(path)
+    assert (found.status_code, found.content) == (200, b"")
+
+
+TYPES = {"text/plain": 415, "text/plain;charset=UTF-8": 415, "application/x-www-form-urlencoded": 415,
+         "multipart/form-data; boundary=x": 415, "": 415, "text/plain; application/json": 415,
+         "application/json": 200, "Application/JSON; charset=utf-8": 200, "application/vnd.api+json": 200,
+         "application/octet-stream": 200}
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v2/models/tiny/generate", "/v2/models/tiny/infer", "/tokenize"])
+def test_what_a_page_may_send_unasked_is_not_taken(http, path: str) -> None:
+    """A browser sends these types, or none, to any server without asking it first; its answer would be hidden only."""
+    body = {"/v1/completions": b'{"model": "tiny", "prompt": "a", "max_tokens": 1}', "/tokenize": b'{"prompt": "a"}',
+            "/v2/models/tiny/generate": b'{"text_input": "a", "max_tokens": 1}', "/v2/models/tiny/infer":
+            b'{"inputs": [{"name": "text_input", "datatype": "BYTES", "shape": [1], "data": ["a"]}]}'}[path]
+    for given, status in TYPES.items():
+        found = http.post(path, content=body, headers={"Content-Type": given})
+        assert found.status_code == status, (given, found.text)
+        if status == 415:
+            assert "is not taken: send application/json" in found.text
+    assert http.post(path, content=body).status_code == 200
+    found = http.post(path, content=body, headers={"Origin": "http://evil.example"})
+    assert (found.status_code, "needs a Content-Type" in found.text) == (415, True)
+
+
 def test_status_routes(http) -> None:
     for path in ("/health", "/v1/health/live", "/v1/health/ready", "/version", "/v1/metadata", "/v1/models"):
         assert http.get(path).status_code == 200
@@ -171,6 +211,14 @@ def test_echo_with_log_probabilities_scores_a_prompt(http) -> None:
     assert len(logprobs["top_logprobs"]) == len(body["prompt"])
     for wrong in ({"echo": False}, {"stream": True}, {"logprobs": 99}, {"prompt": []}, {"prompt": [[1, 2], "x"]}):
         assert http.post("/v1/completions", json=body | wrong).status_code == 400
+
+
+def test_a_prompt_alone_is_there_n_times(http) -> None:
+    body = {"model": "tiny", "prompt": ["a b", "c"], "max_tokens": 0, "echo": True, "n": 3, "logprobs": 1}
+    choices = http.post("/v1/completions", json=body).json()["choices"]
+    assert [(choice["index"], choice["text"], choice["finish_reason"]) for choice in choices] == [
+        (index, "a b" if index < 3 else "c", "length") for index in range(6)]
+    assert choices[0]["logprobs"] == choices[2]["logprobs"]
 
 
 def test_a_long_prompt_is_refused_with_the_numbers(http) -> None:

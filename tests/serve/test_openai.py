@@ -165,6 +165,22 @@ def test_an_expression_beyond_the_bounds_is_the_callers_fault(client) -> None:
     assert refused.value.code == "grammar"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("options", "param", "words"), [
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"$ref": "#"}}}},
+     "response_format", "no text can match it from here on; it may refer to itself"),
+    ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": []}}}},
+     "response_format", "the json_schema cannot be used"),
+    ({"response_format": {"type": "regex", "regex": "(?!a)b"}}, "response_format", "the regex cannot be used"),
+    ({"response_format": {"type": "regex", "regex": "a" * 70_000}}, "response_format", "has 70000 characters"),
+    ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"$ref": "#/no"}}}],
+      "tool_choice": "required"}, "tools", "does not exist")])
+def test_grammars_that_cannot_be_are_refused_in_words_and_by_name(client, options, param, words, stream: bool) -> None:
+    with pytest.raises(openai.BadRequestError, match=words) as refused:
+        chat(client, max_tokens=5, stream=stream, extra_body=options)
+    assert refused.value.param == param
+
+
 SCHEMA = {"type": "object", "properties": {"name": {"enum": ["Ann", "Bo"]}, "age": {"type": "integer", "minimum": 0,
           "maximum": 120}}, "required": ["name", "age"], "additionalProperties": False}
 
@@ -233,12 +249,48 @@ def test_the_model_decides_with_auto_and_none(client) -> None:
     ({"response_format": {"type": "regex"}}, "regex"), ({"extra_body": {"top_k": "5"}}, "top_k"),
     ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "what"}}}},
      "cannot be used"),
+    ({"tools": TOOLS, "tool_choice": "perhaps"}, "tool_choice: Input should be 'none', 'auto' or 'required'"),
     ({"tools": [*TOOLS, TOOLS[0]]}, "same name"), ({"service_tier": "flex"}, "service_tier"),
     ({"extra_body": {"min_tokens": 9, "max_tokens": 3}}, "min_tokens 9 is larger")])
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_cannot_be_done_is_refused_by_name(client, options, words: str, stream: bool) -> None:
     with pytest.raises(openai.BadRequestError, match=re.escape(words)):
         chat(client, stream=stream, **options)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_null_is_not_given(client, stream: bool) -> None:
+    """Programs that pass their own options on pass None for what nobody set."""
+    shared = dict.fromkeys(["frequency_penalty", "logit_bias", "n", "presence_penalty", "seed", "stop", "temperature",
+                            "top_p", "user", "logprobs", "stream_options"])
+    found = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=2, best_of=None, suffix=None, echo=None,
+                                      **shared, stream=stream or None)
+    assert (list(found)[-1] if stream else found).choices[0].finish_reason == "length"
+    found = chat(client, max_tokens=2, stream=stream or None, **shared, extra_body=dict.fromkeys([
+        "audio", "function_call", "functions", "metadata", "modalities", "parallel_tool_calls", "prediction",
+        "reasoning_effort", "response_format", "service_tier", "store", "tool_choice", "tools", "top_logprobs", "top_k",
+        "verbosity", "max_completion_tokens"]))
+    assert (list(found)[-1] if stream else found).choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize(("options", "words"), [
+    ({"suffix": "x"}, "unknown or unsupported parameter: suffix"), ({"best_of": 2}, "unsupported parameter: best_of"),
+    ({"temprature": None}, "temprature"), ({"model": None}, "model: Field required"), ({"prompt": None}, "prompt")])
+def test_a_value_for_what_is_not_served_and_null_for_what_must_be_are_refused(client, options, words: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=words):
+        client.completions.create(model="tiny", prompt="a", extra_body=options)
+
+
+def test_a_message_goes_back_as_it_came(client) -> None:
+    said = chat(client, max_tokens=2).choices[0].message.model_dump()
+    assert {"annotations", "audio", "function_call", "refusal", "tool_calls"} <= {
+        name for name, value in said.items() if value is None}
+    history = [{"role": "user", "content": "hi"}, said, {"role": "user", "content": "on"}]
+    assert client.chat.completions.create(model="tiny", messages=history, max_tokens=1).choices
+    for name, words in (("audio", "messages.1.audio"), ("function_call", "messages.1.function_call"),
+                        ("refusal", "messages.1.refusal")):
+        with pytest.raises(openai.BadRequestError, match=words):
+            client.chat.completions.create(model="tiny", messages=[history[0], said | {name: {"id": "1"}}])
 
 
 def test_fields_without_effect_are_taken_at_their_only_values(client) -> None:

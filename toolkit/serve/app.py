@@ -4,6 +4,7 @@ client is there."""
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
@@ -45,12 +46,15 @@ NOT_SERVED = {
     "/v2/trace/setting": "there is no tracing", "/v2/logging": "the log's level is set at start",
     "/v2/models/stats": "figures are at /metrics"}
 Asked = TypeVar("Asked", bound=Sampled)
+#: Token ids that are written at once: milliseconds.
+_STRETCH = 1 << 16
 Admit = Callable[[Service, Asked, str], Awaitable[Completions | Chat]]
 
 
 def make_app(service: Service, cut: Cut) -> ASGIApp:
     """The application of one served engine."""
-    app = FastAPI(title="toolkit serve", version=VERSION, docs_url=None, redoc_url=None, openapi_url=None)
+    app = FastAPI(title="toolkit serve", version=VERSION, docs_url=None, redoc_url=None, openapi_url=None,
+                  redirect_slashes=False)  # (a client that posts does not follow, and the answer had no words)
     busy = _openai_routes(service, cut)
     app.router.routes.extend(busy)
     _status_routes(app, service)
@@ -107,9 +111,9 @@ def _status_routes(app: FastAPI, service: Service) -> None:
         return Json({"status": trouble or "ok"}, 200 if trouble is None else 503)
 
     for path in ("/health", "/v1/health/ready", "/v2/health/ready"):
-        app.add_api_route(path, ready, methods=["GET"])
+        app.add_api_route(path, ready, methods=["GET", "HEAD"])  # (load balancers ask without wanting a body)
     for path in ("/v1/health/live", "/v2/health/live"):
-        app.add_api_route(path, live, methods=["GET"])
+        app.add_api_route(path, live, methods=["GET", "HEAD"])
 
     @app.get("/version")
     async def version() -> Response:
@@ -170,13 +174,18 @@ def _text_routes(app: FastAPI, service: Service) -> None:
         asked = validated(TokenizeRequest, await body_of(request, service), strict=True)
         if (asked.prompt is None) == (asked.messages is None):
             raise bad("give prompt or messages", "prompt")
-        ids = (await texts.ids(asked.prompt, bos=asked.add_special_tokens) if asked.prompt is not None
+        ids = (await texts.ids(asked.prompt, bos=asked.add_special_tokens, any_length=True) if asked.prompt is not None
                else await texts.chat_ids(asked.messages or [], None))
-        return Json({"tokens": ids, "count": len(ids), "max_model_len": texts.longest})
+        written = []
+        for at in range(0, len(ids), _STRETCH):  # the ids of some megabytes of text take a second: others have turns
+            written.append(json.dumps(ids[at:at + _STRETCH], separators=(",", ":"))[1:-1])
+            await asyncio.sleep(0)
+        return Response(f'{{"tokens":[{",".join(written)}],"count":{len(ids)},"max_model_len":{texts.longest}}}',
+                        media_type="application/json")
 
     @app.post("/detokenize")
     async def detokenize(request: Request) -> Response:
         asked = validated(DetokenizeRequest, await body_of(request, service), strict=True)
-        if strange := next((index for index in asked.tokens if index >= texts.tokenizer.vocab_size), None):
+        if asked.tokens and (strange := max(asked.tokens)) >= texts.tokenizer.vocab_size:
             raise bad(f"token id {strange} is outside the vocabulary of {texts.tokenizer.vocab_size}", "tokens")
         return Json({"prompt": await asyncio.to_thread(texts.tokenizer.decode, asked.tokens, skip_special=False)})

@@ -6,8 +6,9 @@ from typing import Any
 
 #: HTTP status -> OpenAI's error type.
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 404: "not_found_error",
-          408: "timeout_error", 413: "invalid_request_error", 429: "rate_limit_error",
-          431: "invalid_request_error", 501: "not_supported_error", 503: "unavailable_error", 504: "timeout_error"}
+          405: "invalid_request_error", 408: "timeout_error", 413: "invalid_request_error",
+          415: "invalid_request_error", 429: "rate_limit_error", 431: "invalid_request_error",
+          501: "not_supported_error", 503: "unavailable_error", 504: "timeout_error"}
 #: What a server says that takes nothing new any more.
 STOPPING = "the server is shutting down"
 

@@ -2,7 +2,8 @@
 
 **Host.** A page in a browser can make the browser ask a server on this machine under a name of the page's own (DNS
 rebinding); such a request carries that name. Only known names are answered. Nothing answers CORS preflights, so pages
-of other origins cannot read anything either.
+of other origins cannot read anything either. Nor can they start anything: what a browser sends without a preflight is
+text, a form, or a body without a type and with its page's origin, and none of these is taken.
 
 **Health** is open to everybody: probes have no key and come by address.
 """
@@ -10,6 +11,7 @@ of other origins cannot read anything either.
 from __future__ import annotations
 
 import json
+import re
 from typing import Any, NoReturn
 
 from starlette.datastructures import Headers
@@ -23,6 +25,12 @@ from toolkit.serve.patience import Patience
 
 #: Paths that need neither key nor a known host.
 OPEN = frozenset({"/health", "/v1/health/live", "/v1/health/ready", "/v2/health/live", "/v2/health/ready", "/version"})
+
+#: Objects, lists and fields of one body: a conversation with tools has some thousands, and a million take seconds.
+_MOST_PLACES = 1 << 18
+_PLACES = (b"[", b"{", b":")
+#: A text, also one that does not end: no quote in it is looked at as another's beginning.
+_TEXT = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 
 
 class Gate:
@@ -66,7 +74,9 @@ class Gate:
 
 
 async def read_body(request: Request, options: ServeOptions, patience: Patience) -> bytes:
-    """The whole body. ApiError 413 beyond the cap, 408 when it does not come, 503 when the server stops before."""
+    """The whole body. ApiError 415 for what is not sent as JSON, 413 beyond the cap, 408 when it does not come, 503
+    when the server stops before."""
+    _check_type(request.headers)
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise bad("compressed bodies are not taken", "Content-Encoding")
     most = options.max_body_bytes
@@ -91,12 +101,27 @@ async def read_body(request: Request, options: ServeOptions, patience: Patience)
     return b"".join(parts)
 
 
+def _check_type(headers: Headers) -> None:
+    """JSON, or bytes that hold it. Programs (Triton's client among them) may leave the type out, pages may not."""
+    given = headers.get("content-type")
+    if given is None:
+        if "origin" in headers:
+            raise ApiError(415, "a page's request needs a Content-Type: send application/json", param="Content-Type")
+        return
+    kind, _, below = given.partition(";")[0].strip().lower().partition("/")
+    if not (below == "json" or below.endswith("+json") or (kind, below) == ("application", "octet-stream")):
+        raise ApiError(415, f"a body of the type {given[:100]!r} is not taken: send application/json",
+                       param="Content-Type")
+
+
 def _too_large(size: str, most: int) -> ApiError:
     return ApiError(413, f"the body has {size} bytes; this server takes at most {most}")
 
 
 def load_json(data: bytes, options: ServeOptions) -> Any:
     """Strict JSON: UTF-8, no NaN, no nesting beyond the cap. ApiError 400 says where it breaks."""
+    if _places(data) > _MOST_PLACES and (places := _places(_TEXT.sub(b"", data))) > _MOST_PLACES:
+        raise bad(f"the body has {places} objects, lists and fields; at most {_MOST_PLACES} are allowed")
     try:
         document = json.loads(data.decode(), parse_constant=_no_constant)
     except UnicodeDecodeError as error:
@@ -115,6 +140,10 @@ def load_json(data: bytes, options: ServeOptions) -> Any:
         if not level:
             return document
     raise _too_deep(options)
+
+
+def _places(data: bytes) -> int:
+    return sum(map(data.count, _PLACES))
 
 
 def _too_deep(options: ServeOptions) -> ApiError:

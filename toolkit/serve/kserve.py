@@ -17,11 +17,12 @@ import json
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
+from calib.errors import shown
 from engines.request import SamplingParams
 from toolkit.serve.faults import ApiError, bad
 from toolkit.serve.protocol import validated
 from toolkit.serve.service import Service
-from toolkit.serve.tensors import INPUTS, LISTS, OUTPUTS, VERSION
+from toolkit.serve.tensors import INPUTS, LISTS, MOST_ROWS, OUTPUTS, VERSION
 
 EXTENSIONS = ["binary_tensor_data", "model_configuration", "generate"]
 DEFAULT_MAX_TOKENS = 16
@@ -95,8 +96,8 @@ def read_values(values: Mapping[str, Any]) -> tuple[list[str | list[int]], Sampl
     given = values.get("text_input") or values.get("input_ids") or []
     if "input_ids" in values and given and isinstance(given[0], int):
         given = [given]
-    if not given:
-        raise bad("0 prompts", "text_input")
+    if not 1 <= len(given) <= MOST_ROWS:
+        raise bad(f"{len(given)} prompts; 1 to {MOST_ROWS} are allowed", "text_input")
     fields: dict[str, Any] = {"max_tokens": DEFAULT_MAX_TOKENS}
     for name, (_, _, field) in INPUTS.items():
         if field is not None and name in values:
@@ -108,9 +109,9 @@ def read_values(values: Mapping[str, Any]) -> tuple[list[str | list[int]], Sampl
 
 
 def _prompt(value: Any) -> str | list[int]:
-    if isinstance(value, str) or (isinstance(value, list) and all(type(one) is int for one in value)):
+    if isinstance(value, str) or (isinstance(value, list) and set(map(type, value)) <= {int}):
         return value
-    raise bad(f"a prompt is a text or a list of ids, not {str(value)[:60]}", "text_input")
+    raise bad(f"a prompt is a text or a list of ids, not {shown(value)}", "text_input")
 
 
 def _one(name: str, values: Sequence[Any]) -> Any:

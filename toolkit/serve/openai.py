@@ -7,11 +7,11 @@ import itertools
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any
 
 from engines.request import SamplingParams
-from toolkit.serve.faults import bad
+from toolkit.serve.faults import ApiError, bad
 from toolkit.serve.protocol import ChatRequest, CompletionRequest
 from toolkit.serve.service import Service, Usage
 from toolkit.serve.tools import CallReader, Plan, plan_tools
@@ -80,7 +80,7 @@ class Completions:
         for prompt, its in zip(self._prompts, ends, strict=True):
             usage.add(len(prompt), its)
             echo = await self._echo(prompt) if self._request.echo else None
-            answers: Sequence[Message | None] = its or [None]
+            answers: Sequence[Message | None] = its or [None] * self._request.n  # (max_tokens 0: the prompt alone)
             for end in answers:
                 choices.append(self._choice(len(choices), prompt, end, echo))
         if not self._params:
@@ -162,7 +162,8 @@ class Chat:
 
     async def whole(self) -> Document:
         """The answer as one document."""
-        [ends] = await self._service.generate([self._prompt], self._params, self._terms)
+        async with self._naming():
+            [ends] = await self._service.generate([self._prompt], self._params, self._terms)
         usage = Usage()
         usage.add(len(self._prompt), ends)
         return self._head | {"choices": [self._choice(index, end) for index, end in enumerate(ends)],
@@ -190,7 +191,8 @@ class Chat:
         counts = [itertools.count() for _ in readers]
         ends: list[Message] = []
         begun = False
-        async with contextlib.aclosing(self._service.stream([self._prompt], self._params, self._terms)) as stream:
+        told = self._service.stream([self._prompt], self._params, self._terms)
+        async with self._naming(), contextlib.aclosing(told) as stream:
             async for _, message in stream:
                 if not begun:  # what the engine refuses is an error with a status, not an event
                     begun = True
@@ -218,6 +220,16 @@ class Chat:
             usage = Usage()
             usage.add(len(self._prompt), ends)
             yield chunks.usage(usage)
+
+    @contextlib.asynccontextmanager
+    async def _naming(self) -> AsyncIterator[None]:
+        """A grammar that cannot be used is an error of the parameter that it came from."""
+        try:
+            yield
+        except ApiError as error:
+            if error.code == "grammar" and error.param is None:
+                error.param = "response_format" if self._plan is None else "tools"
+            raise
 
     @property
     def _wants_usage(self) -> bool:

@@ -4,37 +4,82 @@ OpenAI's fields without effect here (``user``, ``metadata``, ``store`` false, ``
 accepted at those values only. Extensions: ``ignore_eos``, ``top_k``, ``min_p``, ``min_tokens``, ``stop_token_ids``,
 ``bad_words``, ``repetition_penalty``, ``cache_salt``, ``priority``; ``response_format`` also takes {"type": "regex",
 "regex": "..."}.
+
+A body of some megabytes may hold a million entries that are all wrong, and pydantic would write an error for each while
+nobody else is served. So lists end at their first wrong entry, lists and objects have a length that is looked at before
+what is in them, and of unknown fields the first one is an error.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import re
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
-from pydantic import Field, ValidationError
+from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, model_validator
 
-from calib.errors import UsageError
+from calib.errors import UsageError, shown
 from calib.scheme import Frozen
-from engines.request import Grammar, SamplingParams
+from engines.request import MAX_GRAMMAR_BYTES, Grammar, SamplingParams
 from toolkit.serve.faults import ApiError, bad
 from toolkit.serve.options import ServeOptions
 
 Record = TypeVar("Record", bound=Frozen)
-Ids = list[Annotated[int, Field(ge=0)]]
+#: For a list: its first wrong entry settles it, the others need no look.
+_SETTLED = Field(fail_fast=True)
+Ids = Annotated[list[Annotated[int, Field(ge=0)]], _SETTLED]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 _PROMPT = "a string, a list of strings, a list of token ids (0 or more), or a list of such lists"
-#: For one of several kinds of list: the first entry of another kind settles it, the others need no look.
-_SETTLED = Field(fail_fast=True)
+#: Messages of a conversation, their parts and their tool calls, all together.
+_MOST_PIECES = 8192
 #: What need not be validated, as it was not asked for.
 _DEFAULTS = {name: field.get_default(call_default_factory=True) for name, field in SamplingParams.model_fields.items()}
 
 
-class StreamOptions(Frozen):
+def _bounded(most: int) -> BeforeValidator:
+    """An object's most entries, looked at before they are."""
+    def check(value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > most:
+            raise ValueError(f"has {len(value)} entries; at most {most} are allowed")
+        return value
+    return BeforeValidator(check)
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+class Part(Frozen):
+    """Base of what requests hold. null is "not given", as in OpenAI's API, wherever a field may be left out."""
+
+    #: Fields of OpenAI's that are not served, and that its clients send as null.
+    only_null: ClassVar[frozenset[str]] = frozenset()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _given(cls, value: Any) -> Any:
+        """The fields that are given, and of those that are not known the first."""
+        if not isinstance(value, dict):
+            return value
+        known = cls._names()
+        if value.keys() <= known and None not in value.values():
+            return value
+        strange = next((name for name, its in value.items()
+                        if name not in known and (its is not None or name not in cls.only_null)), None)
+        return {name: its for name, its in value.items() if name == strange or (name in known and its is not None)}
+
+    @classmethod
+    @functools.cache
+    def _names(cls) -> frozenset[str]:
+        return frozenset(field.alias or name for name, field in cls.model_fields.items())
+
+
+class StreamOptions(Part):
     include_usage: bool = False
 
 
-class Sampled(Frozen):
+class Sampled(Part):
     """What both generation endpoints share."""
 
     model: str
@@ -43,30 +88,30 @@ class Sampled(Frozen):
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
     frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
-    logit_bias: dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], float] | None = None
+    logit_bias: Annotated[dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], float], _bounded(1024)] | None = None
     seed: int | None = Field(default=None, ge=0, lt=2**63)
-    stop: str | list[str] | None = None
+    stop: Annotated[list[str], Field(max_length=16), _SETTLED, BeforeValidator(_listed)] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     top_k: int = Field(default=0, ge=0)
     min_p: float = Field(default=0.0, ge=0.0, le=1.0)
     repetition_penalty: float = Field(default=1.0, gt=0.0, le=10.0)
     min_tokens: int = Field(default=0, ge=0)
-    stop_token_ids: Ids = Field(default_factory=list)
-    bad_words: list[str] = Field(default_factory=list)
+    stop_token_ids: Ids = Field(default_factory=list, max_length=256)
+    bad_words: Annotated[list[str], _SETTLED] = Field(default_factory=list, max_length=32)
     ignore_eos: bool = False
     cache_salt: str = Field(default="", max_length=256)
     priority: int = Field(default=0, ge=-100, le=100)
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], _bounded(16)] | None = None
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
 
     def check(self, options: ServeOptions) -> None:
         """The server's own limits, and fields that need each other."""
         if self.model != options.model:
-            raise ApiError(404, f"model {self.model!r} is not served here; this is {options.model!r}", param="model",
-                           code="model_not_found")
+            raise ApiError(404, f"model {shown(self.model, 200)} is not served here; this is {options.model!r}",
+                           param="model", code="model_not_found")
         if self.n > options.max_n:
             raise bad(f"n is {self.n}; this server allows {options.max_n}", "n")
         if self.stream_options is not None and not self.stream:
@@ -76,7 +121,7 @@ class Sampled(Frozen):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        return tuple(self.stop or ())
 
     def params(self, *, max_tokens: int, logprobs: int | None, grammar: Grammar | None = None,
                stop: tuple[str, ...] = ()) -> SamplingParams:
@@ -93,6 +138,8 @@ class Sampled(Frozen):
 
 class CompletionRequest(Sampled):
     """``POST /v1/completions``."""
+
+    only_null = frozenset({"best_of", "suffix"})
 
     prompt: str | Annotated[list[str], _SETTLED] | Ids | Annotated[list[Ids], _SETTLED]
     max_tokens: int = Field(default=16, ge=0)
@@ -117,62 +164,89 @@ class CompletionRequest(Sampled):
             raise bad("echo and stream exclude each other here", "echo")
 
 
-class FunctionCall(Frozen):
+class FunctionCall(Part):
     name: Name
     arguments: str = Field(max_length=1 << 20)
 
 
-class ToolCall(Frozen):
+class ToolCall(Part):
     id: str = Field(max_length=128)
     type: Literal["function"] = "function"
     function: FunctionCall
 
 
-class TextPart(Frozen):
+class TextPart(Part):
     type: Literal["text"]
     text: str
 
 
-class Message(Frozen):
-    """One message of a conversation."""
+def _form(content: Any) -> str:
+    return "list[]" if isinstance(content, list) else "constr"
+
+
+#: Text, or parts of it. The tags are pydantic's names for the two, which ``refusal`` leaves out.
+_Content = Annotated[Annotated[str, Tag("constr")] | Annotated[list[TextPart], _SETTLED, Tag("list[]")],
+                     Discriminator(_form)]
+
+
+class Message(Part):
+    """One message of a conversation. One that OpenAI's client was given goes in as it is, with its nulls."""
+
+    only_null = frozenset({"annotations", "audio", "function_call"})
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
+    content: _Content | None = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = Field(default=None, max_length=128)
+    tool_calls: Annotated[list[ToolCall], Field(max_length=128), _SETTLED] | None = None
     tool_call_id: str | None = None
     refusal: None = None
 
 
-class Function(Frozen):
+def _few(messages: Any) -> Any:
+    """A conversation that is not too long, looked at before its messages are."""
+    if isinstance(messages, list):
+        pieces = len(messages)
+        for message in messages[:_MOST_PIECES]:
+            if isinstance(message, dict):
+                its = message.get("content"), message.get("tool_calls")
+                pieces += sum(len(one) for one in its if isinstance(one, list))
+        if pieces > _MOST_PIECES:
+            raise ValueError(f"has {pieces} messages, parts and tool calls; at most {_MOST_PIECES} are allowed")
+    return messages
+
+
+Messages = Annotated[list[Message], Field(min_length=1, max_length=4096), _SETTLED, BeforeValidator(_few)]
+
+
+class Function(Part):
     name: Name
     description: str | None = None
     parameters: dict[str, Any] = Field(default_factory=lambda: {"type": "object", "properties": {}})
     strict: bool | None = None
 
 
-class Tool(Frozen):
+class Tool(Part):
     type: Literal["function"]
     function: Function
 
 
-class NamedFunction(Frozen):
+class NamedFunction(Part):
     name: Name
 
 
-class NamedTool(Frozen):
+class NamedTool(Part):
     type: Literal["function"]
     function: NamedFunction
 
 
-class JsonSchema(Frozen):
+class JsonSchema(Part):
     name: Name
     description: str | None = None
     schema_: dict[str, Any] = Field(alias="schema")
     strict: bool | None = None
 
 
-class ResponseFormat(Frozen):
+class ResponseFormat(Part):
     type: Literal["text", "json_object", "json_schema", "regex"]
     json_schema: JsonSchema | None = None
     regex: str | None = None
@@ -183,24 +257,30 @@ class ResponseFormat(Frozen):
         if any(given[name] != (name == self.type) for name in given):
             raise bad(f"response_format {self.type} takes {'the field ' + self.type if self.type in given else 'no'} "
                       "other field", "response_format")
-        if self.type == "regex":
-            return validated(Grammar, {"kind": "regex", "source": self.regex})
         if self.type == "text":
             return None
         schema = self.json_schema.schema_ if self.json_schema is not None else {"type": "object"}
-        return validated(Grammar, {"kind": "json_schema", "source": json.dumps(schema)})
+        source = json.dumps(schema) if self.regex is None else self.regex
+        if not 1 <= len(source) <= MAX_GRAMMAR_BYTES:
+            raise bad(f"response_format {self.type} has {len(source)} characters; 1 to {MAX_GRAMMAR_BYTES} are allowed",
+                      "response_format")
+        return Grammar(kind="json_schema" if self.regex is None else "regex", source=source)
 
 
 class ChatRequest(Sampled):
     """``POST /v1/chat/completions``."""
 
-    messages: list[Message] = Field(min_length=1, max_length=4096)
+    only_null = frozenset({"audio", "function_call", "functions", "modalities", "prediction", "prompt_cache_key",
+                           "prompt_cache_retention", "reasoning_effort", "safety_identifier", "verbosity",
+                           "web_search_options"})
+
+    messages: Messages
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     response_format: ResponseFormat | None = None
-    tools: list[Tool] | None = Field(default=None, max_length=128)
+    tools: Annotated[list[Tool], Field(max_length=128), _SETTLED] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool = True
 
@@ -218,20 +298,20 @@ class ChatRequest(Sampled):
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
-class TokenizeRequest(Frozen):
+class TokenizeRequest(Part):
     """``POST /tokenize``: a text, or a conversation under the model's template."""
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(default=None, min_length=1)
+    messages: Messages | None = None
     add_special_tokens: bool = True
 
 
-class DetokenizeRequest(Frozen):
+class DetokenizeRequest(Part):
     """``POST /detokenize``."""
 
     model: str | None = None
-    tokens: Ids
+    tokens: Ids = Field(max_length=1 << 20)
 
 
 def validated(kind: type[Record], value: Any, *, strict: bool = False) -> Record:
@@ -248,13 +328,15 @@ def validated(kind: type[Record], value: Any, *, strict: bool = False) -> Record
 
 def refusal(error: ValidationError) -> ApiError:
     """pydantic's complaint as OpenAI's error: the parameter, what is wrong, and what was found."""
-    first = error.errors()[0]
+    first = error.errors(include_url=False)[0]
     if first["loc"][:1] == ("prompt",) and len(first["loc"]) > 1:  # of four forms, what one would have to be is no help
         return bad(f"prompt: must be {_PROMPT}", "prompt")
-    place = ".".join(str(part) for part in first["loc"] if not str(part).startswith(("list[", "function-", "constr")))
+    named = [str(part) for part in first["loc"]]
+    place = ".".join(part for part in named if not part.startswith(("list[", "function-", "constr", "literal[")))
+    place = place[:200]  # (an unknown field's name may be as long as the body)
     if first["type"] == "extra_forbidden":
         return bad(f"unknown or unsupported parameter: {place}", place, "unknown_parameter")
     message = first["msg"].removeprefix("Value error, ")
     if not place:  # of several parameters together, in words that have the values
         return bad(message, next((word for word in re.findall(r"[a-z_]+", message) if word in _DEFAULTS), None))
-    return bad(f"{place}: {message} (found {repr(first.get('input'))[:80]})", place)
+    return bad(f"{place}: {message} (found {shown(first.get('input'))})", place)

@@ -7,7 +7,9 @@ bytes are its own, in order. A BYTES element is 4 bytes of little-endian length 
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from calib.errors import shown
 from toolkit.serve.faults import bad
 from toolkit.serve.text import checked
 
@@ -31,6 +34,10 @@ INPUTS: dict[str, tuple[str, list[int], str | None]] = {
     "bad_words": ("BYTES", [-1], "bad_words"),
     "repetition_penalty": ("FP32", [1], "repetition_penalty"), "presence_penalty": ("FP32", [1], "presence_penalty"),
     "frequency_penalty": ("FP32", [1], "frequency_penalty"), "ignore_eos": ("BOOL", [1], "ignore_eos")}
+#: Strings of one tensor, and rows of ids.
+MOST_ROWS = 1 << 16
+#: Dimensions of a tensor.
+_MOST_DIMENSIONS = 8
 #: Fields that take a list; all others are one value for all prompts.
 LISTS = frozenset({"stop", "bad_words"})
 OUTPUTS: dict[str, tuple[str, list[int]]] = {
@@ -61,7 +68,7 @@ def parse(body: bytes, header_length: int | None, load: Any) -> Asked:
     known(parameters, {"binary_data_output"}, "request parameter")
     values: dict[str, Any] = {}
     for tensor in _objects(document.get("inputs"), "inputs"):
-        name, rest = str(tensor.get("name")), rest
+        name = _name(tensor)
         known({name: None}, INPUTS, "input")
         if name in values:
             raise bad(f"input {name} is there twice", name)
@@ -80,7 +87,8 @@ def _identity(document: Mapping[str, Any]) -> str | None:
 
 def known(given: Mapping[str, Any], known: Any, what: str) -> None:
     if strange := next((name for name in given if name not in known), None):
-        raise bad(f"unknown {what} {strange!r}; known: {', '.join(sorted(known))}", strange, "unknown_parameter")
+        raise bad(f"unknown {what} {shown(strange)}; known: {', '.join(sorted(known))}", strange[:80],
+                  "unknown_parameter")
 
 
 def _object(value: Any, name: str) -> dict[str, Any]:
@@ -95,13 +103,22 @@ def _objects(value: Any, name: str) -> list[dict[str, Any]]:
     return value
 
 
+def _name(tensor: Mapping[str, Any]) -> str:
+    name = tensor.get("name")
+    if not isinstance(name, str):
+        raise bad(f"a tensor's name is {shown(name)}", "name")
+    return name
+
+
 def _wanted(document: Mapping[str, Any], binary: bool) -> dict[str, bool]:
     asked = _objects(document.get("outputs") or [], "outputs")
     if not asked:
         return {"text_output": binary}
+    if len(asked) > len(OUTPUTS):
+        raise bad(f"{len(asked)} outputs are asked for; there are {len(OUTPUTS)}", "outputs")
     found: dict[str, bool] = {}
     for output in asked:
-        name, parameters = str(output.get("name")), _object(output.get("parameters", {}), "outputs.parameters")
+        name, parameters = _name(output), _object(output.get("parameters", {}), "outputs.parameters")
         known({name: None}, OUTPUTS, "output")
         known(parameters, {"binary_data"}, "output parameter")
         found[name] = bool(parameters.get("binary_data", binary))
@@ -112,21 +129,25 @@ def _tensor(name: str, tensor: Mapping[str, Any], rest: bytes) -> tuple[Any, byt
     """A tensor's values in their shape, and the binary data behind it."""
     known(tensor, {"name", "shape", "datatype", "parameters", "data"}, "field of an input")
     kind, shape = tensor.get("datatype"), tensor.get("shape")
-    if not isinstance(shape, list) or not all(isinstance(size, int) and 0 <= size < 1 << 24 for size in shape):
-        raise bad(f"{name} has shape {shape!r}", name)
+    if not isinstance(shape, list) or len(shape) > _MOST_DIMENSIONS or not all(
+            isinstance(size, int) and 0 <= size < 1 << 24 for size in shape):
+        raise bad(f"{name} has shape {shown(shape)}", name)
     wanted = INPUTS[name][0]
-    if kind != wanted and not (kind in NUMPY and wanted in NUMPY and _same_family(str(kind), wanted)):
-        raise bad(f"{name} has datatype {kind!r}; it is {wanted}", name)
+    if kind != wanted and not (isinstance(kind, str) and kind in NUMPY and wanted in NUMPY
+                               and _same_family(kind, wanted)):
+        raise bad(f"{name} has datatype {shown(kind)}; it is {wanted}", name)
+    count = math.prod(shape)
+    if (rows := count if wanted == "BYTES" else shape[0] if len(shape) == 2 else 0) > MOST_ROWS:
+        raise bad(f"{name} has {rows} rows; at most {MOST_ROWS} are allowed", name)
     parameters = _object(tensor.get("parameters", {}), f"{name}.parameters")
     known(parameters, {"binary_data_size"}, f"parameter of {name}")
     if "binary_data_size" in parameters:
         size = parameters["binary_data_size"]
         if not isinstance(size, int) or not 0 <= size <= len(rest) or "data" in tensor:
-            raise bad(f"{name} claims {size!r} bytes of {len(rest)}", name)
-        flat, rest = _from_binary(name, str(kind), rest[:size]), rest[size:]
+            raise bad(f"{name} claims {shown(size)} bytes of {len(rest)}", name)
+        flat, rest = _from_binary(name, str(kind), rest[:size], count), rest[size:]
     else:
         flat = _flattened(tensor.get("data"))
-    count = int(np.prod(shape, dtype=np.int64)) if shape else 1
     if len(flat) != count:
         raise bad(f"{name} has {len(flat)} values for shape {shape}", name)
     if len(shape) == 2 and name == "input_ids":
@@ -138,13 +159,15 @@ def _same_family(kind: str, wanted: str) -> bool:
     return kind.lstrip("U").rstrip("0123456789") == wanted.lstrip("U").rstrip("0123456789")
 
 
-def _from_binary(name: str, kind: str, data: bytes) -> list[Any]:
+def _from_binary(name: str, kind: str, data: bytes, count: int) -> list[Any]:
+    """The values; of texts, at most one more than there should be."""
     if kind != "BYTES":
         if len(data) % np.dtype(NUMPY[kind]).itemsize:
             raise bad(f"{name} has {len(data)} bytes, no whole number of {kind}", name)
         return np.frombuffer(data, NUMPY[kind]).tolist()
-    found, at = [], 0
-    while at < len(data):
+    found: list[Any] = []
+    at = 0
+    while at < len(data) and len(found) <= count:
         if at + 4 > len(data) or at + 4 + (size := struct.unpack_from("<I", data, at)[0]) > len(data):
             raise bad(f"{name} has a string that is longer than its data", name)
         found.append(_utf8(name, data[at + 4:at + 4 + size]))
@@ -162,15 +185,11 @@ def _utf8(name: str, data: bytes) -> str:
 def _flattened(data: Any) -> list[Any]:
     if not isinstance(data, list):
         raise bad("an input has neither data nor binary_data_size", "data")
-    flat: list[Any] = []
-    stack = list(reversed(data))
-    while stack:
-        one = stack.pop()
-        if isinstance(one, list):
-            stack += reversed(one)
-        else:
-            flat.append(one)
-    return flat
+    while list in (kinds := set(map(type, data))):
+        if len(kinds) > 1:
+            raise bad("an input's data are lists and values side by side", "data")
+        data = list(itertools.chain.from_iterable(data))
+    return data
 
 
 def answer(model: str, asked: Asked, tensors: Mapping[str, Any]) -> tuple[bytes, int | None]:

@@ -27,10 +27,16 @@ class Texts:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, longest: int) -> None:
         self.tokenizer, self._vocab_size, self.longest = tokenizer, vocab_size, longest
+        tokenizer.least_tokens("")  # looks through the vocabulary once: before the first request
 
-    async def ids(self, prompt: str | list[int], *, bos: bool = True) -> list[int]:
-        """Token ids of a prompt. ApiError 400 for what has no UTF-8 form, ids outside the vocabulary, or nothing."""
+    async def ids(self, prompt: str | list[int], *, bos: bool = True, any_length: bool = False) -> list[int]:
+        """Token ids of a prompt. ApiError 400 for what has no UTF-8 form, ids outside the vocabulary, or nothing, and
+        without ``any_length`` for a text that no sequence can hold: it is not tokenized first."""
         if isinstance(prompt, str):
+            if not any_length and len(prompt) > self.longest and (
+                    least := self.tokenizer.least_tokens(prompt)) > self.longest:
+                raise bad(f"the prompt has {len(prompt)} characters, which are {least} tokens or more; this engine's "
+                          f"max_seq_len is {self.longest}", "prompt", "context_length_exceeded")
             ids = await self._off_loop(len(prompt), lambda: self._encode(prompt, bos))
         else:
             ids = list(prompt)
