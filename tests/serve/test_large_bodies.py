@@ -19,7 +19,8 @@ from toolkit.serve.faults import ApiError
 from toolkit.serve.gate import load_json
 from toolkit.serve.kserve import read_values
 from toolkit.serve.options import ServeOptions
-from toolkit.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, validated
+from toolkit.serve.parts import validated
+from toolkit.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from toolkit.serve.tensors import parse
 
 OPTIONS = ServeOptions(model="m")

@@ -16,15 +16,16 @@ from starlette.routing import Route
 
 from engines.request import SamplingParams
 from toolkit.errors import UsageError
-from toolkit.serve.client import Ticket
 from toolkit.serve.cork import Corked
 from toolkit.serve.direct import Direct
 from toolkit.serve.faults import ApiError
 from toolkit.serve.gate import load_json
 from toolkit.serve.options import ServeOptions, read_keys
+from toolkit.serve.parts import validated
 from toolkit.serve.patience import Patience
-from toolkit.serve.protocol import ChatRequest, CompletionRequest, validated
+from toolkit.serve.protocol import ChatRequest, CompletionRequest
 from toolkit.serve.server import _listen
+from toolkit.serve.ticket import Ticket
 from toolkit.serve.tools import CallReader, Plan, plan_tools, style_of
 from toolkit.serve.wire import BlockingWire, pack
 

@@ -11,7 +11,8 @@ import pytest
 
 from engines.request import Grammar
 from toolkit.serve.faults import ApiError
-from toolkit.serve.protocol import ChatRequest, Tool, validated
+from toolkit.serve.parts import validated
+from toolkit.serve.protocol import ChatRequest, Tool
 from toolkit.serve.tool_grammar import grammar_of
 from toolkit.serve.tools import CallReader, Plan, plan_tools
 

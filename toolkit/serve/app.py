@@ -21,14 +21,8 @@ from toolkit.serve.faults import ApiError, bad, settled
 from toolkit.serve.kserve_routes import KserveRoutes
 from toolkit.serve.metrics import CONTENT_TYPE
 from toolkit.serve.openai import Chat, Completions
-from toolkit.serve.protocol import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    Sampled,
-    TokenizeRequest,
-    validated,
-)
+from toolkit.serve.parts import validated
+from toolkit.serve.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, Sampled, TokenizeRequest
 from toolkit.serve.routes import Cut, answered, body_of, caller_of, route_of, streamed
 from toolkit.serve.service import Service
 from toolkit.version import __version__ as VERSION  # noqa: N812

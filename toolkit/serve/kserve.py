@@ -20,7 +20,7 @@ from typing import Any
 from calib.errors import shown
 from engines.request import SamplingParams
 from toolkit.serve.faults import ApiError, bad
-from toolkit.serve.protocol import validated
+from toolkit.serve.parts import validated
 from toolkit.serve.service import Service
 from toolkit.serve.tensors import INPUTS, LISTS, MOST_ROWS, OUTPUTS, VERSION
 

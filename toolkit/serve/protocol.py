@@ -4,75 +4,25 @@ OpenAI's fields without effect here (``user``, ``metadata``, ``store`` false, ``
 accepted at those values only. Extensions: ``ignore_eos``, ``top_k``, ``min_p``, ``min_tokens``, ``stop_token_ids``,
 ``bad_words``, ``repetition_penalty``, ``cache_salt``, ``priority``; ``response_format`` also takes {"type": "regex",
 "regex": "..."}.
-
-A body of some megabytes may hold a million entries that are all wrong, and pydantic would write an error for each while
-nobody else is served. So lists end at their first wrong entry, lists and objects have a length that is looked at before
-what is in them, and of unknown fields the first one is an error.
 """
 
 from __future__ import annotations
 
-import functools
 import json
-import re
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, ValidationError, model_validator
+from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from calib.errors import UsageError, shown
-from calib.scheme import Frozen
+from calib.errors import shown
 from engines.request import MAX_GRAMMAR_BYTES, Grammar, SamplingParams
 from toolkit.serve.faults import ApiError, bad
 from toolkit.serve.options import ServeOptions
+from toolkit.serve.parts import DEFAULTS, SETTLED, Part, bounded, listed, validated
 
-Record = TypeVar("Record", bound=Frozen)
-#: For a list: its first wrong entry settles it, the others need no look.
-_SETTLED = Field(fail_fast=True)
-Ids = Annotated[list[Annotated[int, Field(ge=0)]], _SETTLED]
+Ids = Annotated[list[Annotated[int, Field(ge=0)]], SETTLED]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
-_PROMPT = "a string, a list of strings, a list of token ids (0 or more), or a list of such lists"
 #: Messages of a conversation, their parts and their tool calls, all together.
 _MOST_PIECES = 8192
-#: What need not be validated, as it was not asked for.
-_DEFAULTS = {name: field.get_default(call_default_factory=True) for name, field in SamplingParams.model_fields.items()}
-
-
-def _bounded(most: int) -> BeforeValidator:
-    """An object's most entries, looked at before they are."""
-    def check(value: Any) -> Any:
-        if isinstance(value, dict) and len(value) > most:
-            raise ValueError(f"has {len(value)} entries; at most {most} are allowed")
-        return value
-    return BeforeValidator(check)
-
-
-def _listed(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
-class Part(Frozen):
-    """Base of what requests hold. null is "not given", as in OpenAI's API, wherever a field may be left out."""
-
-    #: Fields of OpenAI's that are not served, and that its clients send as null.
-    only_null: ClassVar[frozenset[str]] = frozenset()
-
-    @model_validator(mode="before")
-    @classmethod
-    def _given(cls, value: Any) -> Any:
-        """The fields that are given, and of those that are not known the first."""
-        if not isinstance(value, dict):
-            return value
-        known = cls._names()
-        if value.keys() <= known and None not in value.values():
-            return value
-        strange = next((name for name, its in value.items()
-                        if name not in known and (its is not None or name not in cls.only_null)), None)
-        return {name: its for name, its in value.items() if name == strange or (name in known and its is not None)}
-
-    @classmethod
-    @functools.cache
-    def _names(cls) -> frozenset[str]:
-        return frozenset(field.alias or name for name, field in cls.model_fields.items())
 
 
 class StreamOptions(Part):
@@ -88,9 +38,9 @@ class Sampled(Part):
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     presence_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
     frequency_penalty: float = Field(default=0.0, ge=-2.0, le=2.0)
-    logit_bias: Annotated[dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], float], _bounded(1024)] | None = None
+    logit_bias: Annotated[dict[Annotated[str, Field(pattern=r"^\d{1,9}$")], float], bounded(1024)] | None = None
     seed: int | None = Field(default=None, ge=0, lt=2**63)
-    stop: Annotated[list[str], Field(max_length=16), _SETTLED, BeforeValidator(_listed)] | None = None
+    stop: Annotated[list[str], Field(max_length=16), SETTLED, BeforeValidator(listed)] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     top_k: int = Field(default=0, ge=0)
@@ -98,12 +48,12 @@ class Sampled(Part):
     repetition_penalty: float = Field(default=1.0, gt=0.0, le=10.0)
     min_tokens: int = Field(default=0, ge=0)
     stop_token_ids: Ids = Field(default_factory=list, max_length=256)
-    bad_words: Annotated[list[str], _SETTLED] = Field(default_factory=list, max_length=32)
+    bad_words: Annotated[list[str], SETTLED] = Field(default_factory=list, max_length=32)
     ignore_eos: bool = False
     cache_salt: str = Field(default="", max_length=256)
     priority: int = Field(default=0, ge=-100, le=100)
     user: str | None = None
-    metadata: Annotated[dict[str, str], _bounded(16)] | None = None
+    metadata: Annotated[dict[str, str], bounded(16)] | None = None
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
 
@@ -133,7 +83,7 @@ class Sampled(Part):
             "logit_bias": {int(index): bias for index, bias in (self.logit_bias or {}).items()}, "seed": self.seed,
             "stop": (*self.stops, *stop), "stop_token_ids": tuple(self.stop_token_ids), "ignore_eos": self.ignore_eos,
             "bad_words": tuple(self.bad_words), "logprobs": logprobs, "grammar": grammar}
-        return validated(SamplingParams, {name: value for name, value in given.items() if value != _DEFAULTS[name]})
+        return validated(SamplingParams, {name: value for name, value in given.items() if value != DEFAULTS[name]})
 
 
 class CompletionRequest(Sampled):
@@ -141,7 +91,7 @@ class CompletionRequest(Sampled):
 
     only_null = frozenset({"best_of", "suffix"})
 
-    prompt: str | Annotated[list[str], _SETTLED] | Ids | Annotated[list[Ids], _SETTLED]
+    prompt: str | Annotated[list[str], SETTLED] | Ids | Annotated[list[Ids], SETTLED]
     max_tokens: int = Field(default=16, ge=0)
     echo: bool = False
     logprobs: int | None = Field(default=None, ge=0, le=20)
@@ -185,7 +135,7 @@ def _form(content: Any) -> str:
 
 
 #: Text, or parts of it. The tags are pydantic's names for the two, which ``refusal`` leaves out.
-_Content = Annotated[Annotated[str, Tag("constr")] | Annotated[list[TextPart], _SETTLED, Tag("list[]")],
+_Content = Annotated[Annotated[str, Tag("constr")] | Annotated[list[TextPart], SETTLED, Tag("list[]")],
                      Discriminator(_form)]
 
 
@@ -197,7 +147,7 @@ class Message(Part):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: _Content | None = None
     name: str | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=128), _SETTLED] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=128), SETTLED] | None = None
     tool_call_id: str | None = None
     refusal: None = None
 
@@ -215,7 +165,7 @@ def _few(messages: Any) -> Any:
     return messages
 
 
-Messages = Annotated[list[Message], Field(min_length=1, max_length=4096), _SETTLED, BeforeValidator(_few)]
+Messages = Annotated[list[Message], Field(min_length=1, max_length=4096), SETTLED, BeforeValidator(_few)]
 
 
 class Function(Part):
@@ -280,7 +230,7 @@ class ChatRequest(Sampled):
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     response_format: ResponseFormat | None = None
-    tools: Annotated[list[Tool], Field(max_length=128), _SETTLED] | None = None
+    tools: Annotated[list[Tool], Field(max_length=128), SETTLED] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool = True
 
@@ -312,31 +262,3 @@ class DetokenizeRequest(Part):
 
     model: str | None = None
     tokens: Ids = Field(max_length=1 << 20)
-
-
-def validated(kind: type[Record], value: Any, *, strict: bool = False) -> Record:
-    """A record, or an ApiError 400 that names the first field that is wrong. ``strict``: "1" is no number."""
-    try:
-        return kind.model_validate(value, strict=strict)
-    except ValidationError as error:
-        raise refusal(error) from error
-    except UsageError as error:  # SamplingParams says it in its own words; its cause knows the parameter
-        if isinstance(error.__cause__, ValidationError):
-            raise refusal(error.__cause__) from error
-        raise
-
-
-def refusal(error: ValidationError) -> ApiError:
-    """pydantic's complaint as OpenAI's error: the parameter, what is wrong, and what was found."""
-    first = error.errors(include_url=False)[0]
-    if first["loc"][:1] == ("prompt",) and len(first["loc"]) > 1:  # of four forms, what one would have to be is no help
-        return bad(f"prompt: must be {_PROMPT}", "prompt")
-    named = [str(part) for part in first["loc"]]
-    place = ".".join(part for part in named if not part.startswith(("list[", "function-", "constr", "literal[")))
-    place = place[:200]  # (an unknown field's name may be as long as the body)
-    if first["type"] == "extra_forbidden":
-        return bad(f"unknown or unsupported parameter: {place}", place, "unknown_parameter")
-    message = first["msg"].removeprefix("Value error, ")
-    if not place:  # of several parameters together, in words that have the values
-        return bad(message, next((word for word in re.findall(r"[a-z_]+", message) if word in _DEFAULTS), None))
-    return bad(f"{place}: {message} (found {shown(first.get('input'))})", place)

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from engines.request import SamplingParams
-from toolkit.serve.client import EngineClient, Ticket, ending_fault
+from toolkit.serve.client import EngineClient
 from toolkit.serve.faults import STOPPING, ApiError, unavailable
 from toolkit.serve.metrics import Metrics
 from toolkit.serve.options import ServeOptions
 from toolkit.serve.patience import Patience
 from toolkit.serve.text import Texts
+from toolkit.serve.ticket import Ticket, ending_fault
 from toolkit.serve.wire import Message
 
 

@@ -15,7 +15,8 @@ from typing import Any, Literal
 
 from engines.request import Grammar
 from toolkit.serve.faults import bad
-from toolkit.serve.protocol import Tool, validated
+from toolkit.serve.parts import validated
+from toolkit.serve.protocol import Tool
 
 __all__ = ["ARGUMENTS", "CLOSE", "OPEN", "Style", "grammar_of"]
 
