@@ -62,7 +62,11 @@ OTHER = '<tool_call>{"name": "sub", "arguments": {"x": 2}}</tool_call>'
      []),
     ('<tool_call>{"name": "add", "argu', '<tool_call>{"name": "add", "argu', []),
     ('<tool_call>{"name": "add", "arguments": {"x": "</tool_call> \\\" </tool_call>"}}</tool_call> and', "and",
-     [("add", {"x": '</tool_call> " </tool_call>'})])])
+     [("add", {"x": '</tool_call> " </tool_call>'})]),
+    (f'<tool_call>{{"name": "add", "arguments": {{"x": "y}}}}</tool_call> again:\n{CALL}',
+     '<tool_call>{"name": "add", "arguments": {"x": "y}}</tool_call> again:\n', [("add", {"x": 1})]),
+    (f'<tool_call>5" pipe</tool_call> or {OTHER}', '<tool_call>5" pipe</tool_call> or ', [("sub", {"x": 2})]),
+    ('<tool_call>{"x": "y</tool_call> bye', '<tool_call>{"x": "y</tool_call> bye', [])])
 def test_tagged_calls_are_read_however_the_text_is_cut(text, content, calls, size) -> None:
     assert read("tagged", text, size) == (content, calls)
 
@@ -80,6 +84,17 @@ def test_no_piece_of_the_markup_is_shown_while_it_streams() -> None:
     shown = "".join(reader.push(char)[0] for char in "see <tool_cal")
     assert shown == "see "
     assert reader.push("x")[0] == "<tool_calx"
+
+
+def test_end_tags_in_an_argument_are_looked_at_once() -> None:
+    """Each piece of the text looked through all of it once more for each: 8 s for a thousand."""
+    reader = CallReader(Plan(tuple(asked().tools), "tagged"))
+    text = f'<tool_call>{json.dumps({"name": "add", "arguments": {"x": "</tool_call>" * 1000}})}</tool_call>'
+    begin = time.process_time()
+    for at in range(0, len(text), 4):
+        assert reader.push(text[at:at + 4])[0] == ""
+    assert time.process_time() - begin < 2.0
+    assert len(reader.calls) == 1
 
 
 def test_how_a_template_asks_for_calls() -> None:

@@ -72,6 +72,22 @@ def test_what_is_data_in_a_schema_stays_as_it_is() -> None:
                   tagged({"const": 1, "$ref": {"$ref": "#/a"}}))
 
 
+@pytest.mark.parametrize("parameters", [
+    {"$id": "http://x/y", "$defs": {"Q": {"type": "integer"}}, "properties": {"a": {"$ref": "#/$defs/Q"}}},
+    {"$defs": {"Q": {"$anchor": "q", "type": "integer"}}, "properties": {"a": {"$ref": "#q"}}}], ids=["id", "anchor"])
+def test_references_that_do_not_count_from_the_root_stay(parameters) -> None:
+    grammar = grammar_of(tools(tool(parameters=parameters | {"type": "object"})), "tagged", many=False)
+    assert writes(grammar, tagged({"a": 1}))
+    assert not writes(grammar, tagged({"a": "b"}))
+
+
+def test_schemas_that_make_too_large_a_grammar_are_refused_by_their_name() -> None:
+    wide = {"type": "object", "properties": {f"p{n:05}": {"type": "integer"} for n in range(3000)}}
+    with pytest.raises(ApiError, match="make a grammar of") as error:
+        grammar_of(tools(tool(parameters=wide)), "tagged", many=False)
+    assert error.value.param == "tools"
+
+
 @pytest.mark.parametrize("parameters", [{}, {"properties": {"a": {"type": "integer"}}}, {"$ref": "#/$defs/A", "$defs": {
     "A": {"type": "object", "properties": {"a": {"type": "integer"}}}}}, {"anyOf": [{"type": "object"},
                                                                                     {"type": "string"}]}],

@@ -121,7 +121,9 @@ def test_a_signal_in_the_middle_leaves_nothing_half_written(tmp_path, number):
               "def work(*_, **__):\n"
               f"    with ArtifactWriter({str(tmp_path / 'a')!r}, 'verdict') as writer:\n"
               "        (writer.folder / 'half').write_bytes(b'x')\n        print('in', flush=True)\n"
-              "        time.sleep(60)\ncli.app = work\nsys.argv = ['toolkit', '--json']\ncli.main()\n")
+              # in naps: a signal between Python's look for one and the call to sleep waits for its end
+              "        for _ in range(600):\n            time.sleep(0.1)\n"
+              "cli.app = work\nsys.argv = ['toolkit', '--json']\ncli.main()\n")
     child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True,  # as from a terminal:
                              preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     assert child.stdout.readline() == "in\n"

@@ -18,6 +18,7 @@ with unread bytes takes the answer back.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import resource
 from typing import Any, cast
@@ -70,7 +71,9 @@ class Connections:
             self._transports[client] = transport
         if count > self.most and not self._full:
             _LOG.warning("%d connections are open, and no more are served", self.most)
-        self._full = count > self.most
+            self._full = True
+        elif count < 0.9 * self.most:  # said once, not each time that one goes and one comes
+            self._full = False
 
     def closed(self, client: tuple[str, int] | None) -> None:
         if client is not None:
@@ -249,7 +252,8 @@ class Connection(HttpToolsProtocol):
         headers = [*self.server_state.default_headers, *answer.raw_headers, (b"connection", b"close")]
         self.transport.write(b"".join([STATUS_LINE[fault.status], *(b"%b: %b\r\n" % pair for pair in headers), b"\r\n",
                                        bytes(answer.body)]))
-        self.transport.write_eof()
+        with contextlib.suppress(OSError):  # the client has closed already
+            self.transport.write_eof()
         self._time(self.loop.call_later(LINGER_S, self.transport.close))
 
 

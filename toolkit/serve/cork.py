@@ -24,7 +24,7 @@ class Corked:
     def __init__(self, transport: asyncio.WriteTransport, longest_s: float = 0.001) -> None:
         self._transport, self._parts = transport, list[bytes]()
         self._longest_s, self._begun = longest_s, 0.0
-        self._given = 0
+        self._given, self._ended = 0, False
 
     @property
     def taken(self) -> int:
@@ -39,6 +39,8 @@ class Corked:
         return self._given - self._transport.get_write_buffer_size() - waiting
 
     def write(self, data: bytes | bytearray | memoryview) -> None:
+        if self._ended:  # (uvicorn's 100 Continue for a request that was refused)
+            return
         now = time.monotonic()
         if not self._parts:
             asyncio.get_running_loop().call_soon(self._flush)
@@ -56,6 +58,7 @@ class Corked:
 
     def write_eof(self) -> None:
         self._flush()
+        self._ended = True
         self._transport.write_eof()
 
     def abort(self) -> None:

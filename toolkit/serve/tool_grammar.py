@@ -13,7 +13,7 @@ import json
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from engines.request import Grammar
+from engines.request import MAX_GRAMMAR_BYTES, Grammar
 from toolkit.serve.faults import bad
 from toolkit.serve.parts import validated
 from toolkit.serve.protocol import Tool
@@ -40,16 +40,23 @@ def grammar_of(tools: Sequence[Tool], style: Style, *, many: bool, free: bool = 
     schema = json.dumps(_schema(tools, style, free))
     if style == "bare":
         if not free:
-            return validated(Grammar, {"kind": "json_schema", "source": schema})
+            return _checked("json_schema", schema)
         text = "TEXT: /(.|\\n)*/ & ~/[ \\t\\r\\n]*\\{(.|\\n)*/\n"  # an answer that begins with a brace is a call
-        return validated(Grammar, {"kind": "lark", "source": f"start: TEXT | body\n{text}body: %json {schema}\n"})
+        return _checked("lark", f"start: TEXT | body\n{text}body: %json {schema}\n")
     call = f'"\\n" body "\\n{CLOSE}"'
     more = f'("\\n{OPEN}" rest)*' if many else ""
     start = f'start: "{OPEN}" rest {more}\n'
     if free:
         start = (f"start: TEXT | intro rest {more}\nTEXT: /(.|\\n)*/ & ~/(.|\\n)*{OPEN}(.|\\n)*/\n"
                  f'intro[suffix="{OPEN}"]: /(.|\\n)*/\n')
-    return validated(Grammar, {"kind": "lark", "source": f"{start}rest: {call}\nbody: %json {schema}\n"})
+    return _checked("lark", f"{start}rest: {call}\nbody: %json {schema}\n")
+
+
+def _checked(kind: str, source: str) -> Grammar:
+    if (size := len(source.encode())) > MAX_GRAMMAR_BYTES:
+        raise bad(f"the schemas of these functions make a grammar of {size} bytes; at most {MAX_GRAMMAR_BYTES} are "
+                  "allowed", "tools")
+    return validated(Grammar, {"kind": kind, "source": source})
 
 
 def _schema(tools: Sequence[Tool], style: Style, free: bool) -> dict[str, Any]:
@@ -82,13 +89,13 @@ def _moved(schema: Any, root: str) -> Any:
     """``schema`` with its references to "#..." counted from ``root``."""
     if isinstance(schema, list):
         return [_moved(each, root) for each in schema]
-    if not isinstance(schema, dict):
+    if not isinstance(schema, dict) or "$id" in schema:  # (its references count from that)
         return schema
     moved: dict[str, Any] = {}
     for key, each in schema.items():
         if key in _NAMED and isinstance(each, dict):
             moved[key] = {name: _moved(its, root) for name, its in each.items()}
-        elif key == "$ref" and isinstance(each, str) and each.startswith("#"):
+        elif key == "$ref" and isinstance(each, str) and (each == "#" or each.startswith("#/")):
             moved[key] = root + each[1:]
         else:
             moved[key] = each if key in _DATA else _moved(each, root)

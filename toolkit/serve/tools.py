@@ -14,7 +14,6 @@ calls that match the functions' schemas (``tool_grammar``).
 from __future__ import annotations
 
 import json
-import re
 import secrets
 from dataclasses import dataclass
 from typing import Any
@@ -23,8 +22,6 @@ from engines.request import Grammar
 from toolkit.serve.faults import bad
 from toolkit.serve.protocol import ChatRequest, NamedTool, Tool
 from toolkit.serve.tool_grammar import ARGUMENTS, CLOSE, OPEN, Style, grammar_of
-
-_ESCAPED = re.compile(r"\\.", re.DOTALL)
 
 
 def style_of(template: str) -> Style | None:
@@ -90,6 +87,8 @@ class CallReader:
 
     def __init__(self, plan: Plan | None) -> None:
         self._plan, self._held, self._behind = plan, "", False
+        #: Of the call that the held text begins with: from where an end tag is looked for, and where the first stood.
+        self._at, self._first = len(OPEN), -1
         self.calls: list[Call] = []
 
     def push(self, text: str) -> tuple[str, list[Call]]:
@@ -108,16 +107,43 @@ class CallReader:
                 start = len(self._held) - _overlap(self._held, OPEN)
             content += self._between(self._held[:start])
             self._held = self._held[start:]
-            end = _end_of(self._held)
+            end = self._end()
             if end < 0:
                 return content, found
-            markup, self._held = self._held[:end + len(CLOSE)], self._held[end + len(CLOSE):]
+            markup = self._split(end)
             call = self._read(markup[len(OPEN):end])
             if call is None:
                 content += markup
             else:
                 found.append(call)
             self._behind = call is not None
+
+    def _end(self) -> int:
+        """Where the end tag of the call stands that the held text begins with; -1 before it has come. One within a JSON
+        string is part of an argument, if JSON it is: where a string never ends, the first tag was the call's end."""
+        if not self._held.startswith(OPEN):
+            return -1
+        while (end := self._held.find(CLOSE, self._at)) >= 0:
+            self._at = end + len(CLOSE)
+            if self._first < 0:
+                self._first = end
+            try:
+                json.loads(self._held[len(OPEN):end])
+            except json.JSONDecodeError as error:
+                if error.msg.startswith("Unterminated string"):
+                    continue
+                return self._first
+            except (ValueError, RecursionError):
+                return self._first
+            return end
+        self._at = max(self._at, len(self._held) - len(CLOSE) + 1)
+        return -1
+
+    def _split(self, end: int) -> str:
+        """The call up to its end tag at ``end``; what is behind stays held."""
+        markup, self._held = self._held[:end + len(CLOSE)], self._held[end + len(CLOSE):]
+        self._at, self._first = len(OPEN), -1
+        return markup
 
     def _between(self, content: str) -> str:
         """White space behind a call is markup too, however it is cut."""
@@ -136,13 +162,21 @@ class CallReader:
 
     def finish(self) -> tuple[str, list[Call]]:
         """The end of the text: a call without its end tag counts, anything else that was held back is content."""
-        held, self._held = self._held, ""
-        if self._plan is None or not held:
-            return held, []
-        body = held.removeprefix(OPEN) if self._plan.style == "tagged" else held
-        if (self._plan.style == "bare" or held.startswith(OPEN)) and (call := self._read(body)) is not None:
-            return "", [call]
-        return self._between(held), []
+        held = self._held
+        if self._plan is not None and held:
+            body = held.removeprefix(OPEN) if self._plan.style == "tagged" else held
+            if (self._plan.style == "bare" or held.startswith(OPEN)) and (call := self._read(body)) is not None:
+                self._held = ""
+                return "", [call]
+            if self._first >= 0:  # a string that never ended hid its end tag
+                content = self._split(self._first)
+                self._behind = False
+                more, found = self._tagged()
+                last, others = self.finish()
+                return content + more + last, found + others
+            held = self._between(held)
+        self._held = ""
+        return held, []
 
     def _read(self, body: str) -> Call | None:
         """The call that a JSON text is; None when it is none of the known functions'."""
@@ -159,15 +193,6 @@ class CallReader:
         call = Call(f"call_{secrets.token_hex(12)}", found["name"], json.dumps(found[key], ensure_ascii=False))
         self.calls.append(call)
         return call
-
-
-def _end_of(held: str) -> int:
-    """Where the end tag of the call stands that ``held`` begins with; -1 before it has come. One within a JSON string
-    is part of an argument."""
-    end = held.find(CLOSE)
-    while end >= 0 and _ESCAPED.sub("", held[len(OPEN):end]).count('"') % 2:
-        end = held.find(CLOSE, end + 1)
-    return end
 
 
 def _overlap(text: str, marker: str) -> int:
