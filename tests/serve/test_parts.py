@@ -329,6 +329,23 @@ def test_a_cut_connection_sends_nothing_more() -> None:
     assert asyncio.run(run()) == b""
 
 
+def test_nothing_is_written_behind_the_end() -> None:
+    """uvicorn sends 100 Continue also for a request that was refused meanwhile."""
+    async def run() -> list[bytes]:
+        ours, theirs = socket.socketpair()
+        _, writer = await asyncio.open_connection(sock=ours)
+        out = Corked(writer.transport)
+        out.write(b"refused")
+        out.write_eof()
+        out.write(b"100 Continue")
+        await asyncio.sleep(0)
+        with theirs:
+            found = [theirs.recv(100), theirs.recv(100)]
+        out.close()
+        return found
+    assert asyncio.run(run()) == [b"refused", b""]
+
+
 def test_busy_routes_go_past_the_application_and_the_rest_does_not() -> None:
     async def fails(request: Request) -> Response:
         fault = request.query_params["fault"]

@@ -182,4 +182,4 @@ def _text_routes(app: FastAPI, service: Service) -> None:
         asked = validated(DetokenizeRequest, await body_of(request, service), strict=True)
         if asked.tokens and (strange := max(asked.tokens)) >= texts.tokenizer.vocab_size:
             raise bad(f"token id {strange} is outside the vocabulary of {texts.tokenizer.vocab_size}", "tokens")
-        return Json({"prompt": await asyncio.to_thread(texts.tokenizer.decode, asked.tokens, skip_special=False)})
+        return Json({"prompt": await texts.decode(asked.tokens)})

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import codecs
 import json
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from calib.errors import CalibError
 from calib.text import Tokenizer
@@ -18,6 +18,7 @@ from toolkit.serve.faults import ApiError, bad
 from toolkit.serve.protocol import Message, Tool
 
 _SHORT = 2000
+T = TypeVar("T")
 #: OpenAI's stand-in for minus infinity, which JSON has not.
 _LEAST = -9999.0
 
@@ -62,8 +63,13 @@ class Texts:
         except CalibError as error:
             raise bad(f"{error.message} ({error.hint})", "messages") from error
 
+    async def decode(self, ids: list[int]) -> str:
+        """The text of token ids, special ones too."""
+        return await self._off_loop(len(ids), lambda: self.tokenizer.decode(ids, skip_special=False))
+
     @staticmethod
-    async def _off_loop(size: int, work: Any) -> list[int]:
+    async def _off_loop(size: int, work: Callable[[], T]) -> T:
+        """Short work at once: a thread of the pool may be long in coming."""
         return work() if size < _SHORT else await asyncio.to_thread(work)
 
     def room(self, prompt: Sequence[int], asked: int | None, param: str) -> int:
