@@ -51,7 +51,7 @@ def _token_of_key(key: object) -> int:
 Id = Annotated[int, BeforeValidator(_token_of_key)]
 
 #: The first wrong entry of a list is what is said of it; the others need no look.
-_SETTLED = Field(fail_fast=True)
+SETTLED = Field(fail_fast=True)
 
 
 class _Given(Frozen):
@@ -103,11 +103,11 @@ class SamplingParams(_Given):
     repetition_penalty: Number = Field(default=1.0, ge=0.01, le=10.0)
     logit_bias: dict[Id, Number] = Field(default_factory=dict, max_length=1024)
     seed: Whole | None = Field(default=None, ge=0, lt=2**63)
-    stop: Annotated[tuple[Annotated[str, Field(strict=True)], ...], _SETTLED] = Field(default=(), max_length=16)
-    stop_bytes: Annotated[tuple[bytes, ...], _SETTLED] = Field(default=(), max_length=16)
-    stop_token_ids: Annotated[tuple[Whole, ...], _SETTLED] = Field(default=(), max_length=256)
+    stop: Annotated[tuple[Annotated[str, Field(strict=True)], ...], SETTLED] = Field(default=(), max_length=16)
+    stop_bytes: Annotated[tuple[bytes, ...], SETTLED] = Field(default=(), max_length=16)
+    stop_token_ids: Annotated[tuple[Whole, ...], SETTLED] = Field(default=(), max_length=256)
     bad_words: Annotated[tuple[Annotated[str, Field(min_length=1, max_length=128, strict=True)], ...],
-                         _SETTLED] = Field(default=(), max_length=32)
+                         SETTLED] = Field(default=(), max_length=32)
     ignore_eos: bool = Field(default=False, strict=True)
     logprobs: Whole | None = Field(default=None, ge=0, le=20)
     grammar: Grammar | None = None

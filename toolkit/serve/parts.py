@@ -11,16 +11,16 @@ import functools
 import re
 from typing import Any, ClassVar, TypeVar
 
-from pydantic import BeforeValidator, Field, ValidationError, model_validator
+from pydantic import BeforeValidator, ValidationError, model_validator
 
 from calib.errors import UsageError, shown
 from calib.scheme import Frozen
-from engines.request import SamplingParams
+from engines.request import SETTLED, SamplingParams
 from toolkit.serve.faults import ApiError, bad
 
+__all__ = ["DEFAULTS", "PROMPT_FORMS", "SETTLED", "Part", "Record", "bounded", "listed", "refusal", "validated"]
+
 Record = TypeVar("Record", bound=Frozen)
-#: For a list: its first wrong entry settles it, the others need no look.
-SETTLED = Field(fail_fast=True)
 PROMPT_FORMS = "a string, a list of strings, a list of token ids (0 or more), or a list of such lists"
 #: What need not be validated, as it was not asked for.
 DEFAULTS = {name: field.get_default(call_default_factory=True) for name, field in SamplingParams.model_fields.items()}
