@@ -36,7 +36,7 @@ from benchmarks.gpu_page import TITLES
 from benchmarks.gpu_peers import PEERS, SCRIPT
 
 #: Seconds a step may take, by its kind; a full tuning of four bits takes the most.
-LIMITS = {"tests": 200, "bench": 200, "full": 280, "peer": 200, "serve": 150}
+LIMITS = {"tests": 240, "bench": 200, "full": 280, "peer": 200, "serve": 150}
 TESTS = ("tests/kernels", "tests/engines/test_gpu_engine.py", "tests/engines/test_families_gpu.py")
 #: Compiling for cards that are not there is a CPU's work.
 OFFLINE = ("tests/kernels/test_ops_offline.py", "tests/kernels/test_offline_linear.py",
@@ -81,9 +81,9 @@ def step_of(word: str, out: Path, engines: Path) -> Step:
     kind, _, rest = word.partition(":")
     if word == "tests":
         # the card waits for compilers most of the time: as many processes as there may be
-        many = ["-n", "8", "--dist", "worksteal"] if find_spec("xdist") else []
+        many = ["-v", "-n", "14", "--dist", "worksteal"] if find_spec("xdist") else []
         ignored = [f"--ignore={path}" for path in OFFLINE]
-        return Step(word, [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *many, *ignored, *TESTS],
+        return Step(word, [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *many, *ignored, *TESTS],
                     LIMITS["tests"])
     if kind == "peer":
         known = {stage for stages in PEERS.values() for stage in stages}
