@@ -13,6 +13,7 @@ merged by device, versions and commit.
 from __future__ import annotations
 
 import argparse
+import logging
 import shutil
 import tempfile
 import time
@@ -218,10 +219,14 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--profile", type=int, nargs="*", default=[], metavar="BATCH")
     parser.add_argument("--profile-prefill", type=int, nargs="*", default=[], metavar="BATCH")
+    parser.add_argument("--trials", action="store_true", help="print what every candidate took in a whole step")
     parser.add_argument("--peer", action="store_true")
     parser.add_argument("--out", type=Path, help="keep the engine in this folder's engine/")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
+    if arguments.trials:
+        logging.basicConfig()
+        logging.getLogger("engines.build.tune_step").setLevel(logging.DEBUG)
     work = Path(tempfile.mkdtemp(prefix="toolkit-gpu-")) if arguments.out is None else arguments.out
     try:
         cells = run(arguments, work)

@@ -6,7 +6,7 @@ Steps:
 
     tests              kernels' case lists and the engine's tests, on the card
     PRECISION[:WORD]*  ``benchmarks.gpu``; words: kv (fp8 cache), long (contexts of 8k and 32k), full (``--tune full``),
-                       det (deterministic), profile (kernel times at one sequence)
+                       det (deterministic), profile (kernel times at one sequence), trials (what tuning tried)
     peer:STAGE         vLLM's stage (``gpu_peers.PEERS``)
     serve:PRECISION    ``benchmarks.serve_throughput`` on the engine that PRECISION left behind
 
@@ -41,7 +41,8 @@ TESTS = ("tests/kernels", "tests/engines/test_gpu_engine.py", "tests/engines/tes
 #: Compiling for cards that are not there is a CPU's work.
 OFFLINE = ("tests/kernels/test_ops_offline.py", "tests/kernels/test_offline_linear.py",
            "tests/kernels/test_int4_compile.py")
-WORDS = {"kv": ["--kv", "fp8"], "full": ["--tune", "full"], "det": ["--deterministic"], "profile": ["--profile", "1"]}
+WORDS = {"kv": ["--kv", "fp8"], "full": ["--tune", "full"], "det": ["--deterministic"], "profile": ["--profile", "1"],
+         "trials": ["--trials"]}
 LONG_CONTEXT = 33024
 
 

@@ -47,8 +47,8 @@ _LOG = logging.getLogger(__name__)
 SIZES = {1: 2, 8: 16, 32: 64, 128: 256}
 SECONDS = {"quick": 24.0, "full": 80.0}
 CONTEXT = 160
-#: Attention must also be good here (or at the engine's longest sequence): step size -> context.
-LONG = {1: 16384, 8: 4096, 32: 2048, 128: 1024}
+#: Attention must also be good here (or at the engine's longest sequence): step size -> contexts.
+LONG = {1: (8192, 32768), 8: (4096, 16384), 32: (2048,), 128: (1024,)}
 #: Up to this many sequences attention has idle programs.
 READ_AHEAD = 8
 LAYERS = 4
@@ -78,14 +78,14 @@ class Site:
 def small_plan(plan: Plan, batch: int) -> Plan:
     """The same program cut to few tokens: everything but the KernelTable's meaning stays."""
     limits = plan.limits.model_copy(update={
-        "max_seq_len": max(long_context(plan, size) for size in LONG), "max_batch_size": batch, "max_num_tokens": batch,
-        "num_blocks": batch * -(-long_context(plan, batch) // plan.limits.block_size)})
+        "max_seq_len": max(max(contexts(plan, size)) for size in LONG), "max_batch_size": batch,
+        "max_num_tokens": batch, "num_blocks": batch * -(-max(contexts(plan, batch)) // plan.limits.block_size)})
     return plan.model_copy(update={"limits": limits})
 
 
-def long_context(plan: Plan, size: int) -> int:
-    """The long context at which attention of ``size`` sequences is timed."""
-    return max(CONTEXT, min(LONG[size], plan.limits.max_seq_len))
+def contexts(plan: Plan, size: int) -> tuple[int, ...]:
+    """The contexts at which attention of ``size`` sequences is timed: ``CONTEXT``, then long ones."""
+    return CONTEXT, *sorted({max(CONTEXT, min(its, plan.limits.max_seq_len)) for its in LONG[size]} - {CONTEXT})
 
 
 class StepBench:
@@ -97,24 +97,26 @@ class StepBench:
         self._weights = DeviceWeights(small_plan(plan, 1), random_tensors(plan, self.device), self.device)
         self._cache: dict[int, KVCache] = {}
 
-    def _steps(self, batch: int, kernels: Ordered[KernelChoice], context: int) -> Steps:
+    def _steps(self, batch: int, kernels: Ordered[KernelChoice]) -> tuple[Steps, Arena]:
+        """A step of ``batch`` sequences with ``CONTEXT`` tokens each."""
         plan = small_plan(self.plan, batch).model_copy(update={"kernels": tuple(kernels)})
         arena = Arena(plan, assign(plan.program), workspace_bytes(plan.program, plan.kernels, batch), self.device)
         if batch not in self._cache:
             scales = [(torch.ones((), device=self.device),) * 2] * plan.model.num_layers if plan.kv.quantized else None
             self._cache[batch] = KVCache(plan, plan.limits.num_blocks, scales, self.device)
-        _fill_record(plan, arena, batch, context)
-        return Steps(plan, self._weights, arena, self._cache[batch])
+        _fill_record(plan, arena, batch, CONTEXT)
+        return Steps(plan, self._weights, arena, self._cache[batch]), arena
 
     def launch_once(self, batch: int, kernels: Ordered[KernelChoice]) -> None:
         """One step, for collecting variants."""
-        self._steps(batch, kernels, CONTEXT).each_kind(Shape(batch, decodes=batch))
+        self._steps(batch, kernels)[0].each_kind(Shape(batch, decodes=batch))
 
-    def microseconds(self, batch: int, kernels: Ordered[KernelChoice], context: int = CONTEXT) -> float:
-        """Median of a captured step's replays; infinite where a kernel does not run."""
+    def microseconds(self, batch: int, kernels: Ordered[KernelChoice], lengths: Ordered[int] = (CONTEXT,)
+                     ) -> list[float]:
+        """Medians of a captured step's replays with contexts of ``lengths``; infinite where a kernel does not run."""
         shape = Shape(batch, decodes=batch)
         try:
-            steps, stream = self._steps(batch, kernels, context), torch.cuda.Stream()
+            (steps, arena), stream = self._steps(batch, kernels), torch.cuda.Stream()
             torch.cuda.synchronize()
             with torch.cuda.stream(stream):
                 steps.body(shape)
@@ -124,17 +126,22 @@ class StepBench:
                     steps.body(shape)
                 finally:
                     graph.capture_end()
-                graph.replay()
-                marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(9)]
-                for begin, end in marks:
-                    begin.record()
+                found = []
+                for length in lengths:
+                    _fill_record(self.plan, arena, batch, length)
                     graph.replay()
-                    end.record()
-            stream.synchronize()
+                    marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+                             for _ in range(9)]
+                    for begin, end in marks:
+                        begin.record()
+                        graph.replay()
+                        end.record()
+                    stream.synchronize()
+                    found.append(statistics.median(begin.elapsed_time(end) for begin, end in marks) * 1e3)
         except Exception as error:  # a candidate that cannot run here is no candidate
             _LOG.warning("a step of %d tokens does not run: %s", batch, error)
-            return float("inf")
-        return statistics.median(begin.elapsed_time(end) for begin, end in marks) * 1e3
+            return [float("inf")] * len(lengths)
+        return found
 
 
 def _fill_record(plan: Plan, arena: Arena, batch: int, context: int) -> None:
@@ -251,23 +258,24 @@ def collect_trials(bench: StepBench, sizes: Ordered[int], tops: Mapping[int, Map
 
 def _descend(bench: StepBench, kernels: list[KernelChoice], size: int, chain: Ordered[Site], end: float
              ) -> tuple[list[KernelChoice], StepTiming]:
-    before = bench.microseconds(size, kernels)
+    before, = bench.microseconds(size, kernels)
     changes: list[str] = []
     for site in chain:
-        contexts = (CONTEXT, long_context(bench.plan, size)) if site.op == "attention_decode" else (CONTEXT,)
-        held = [bench.microseconds(size, kernels, context) for context in contexts]
-        best = 1.0
+        lengths = contexts(bench.plan, size) if site.op == "attention_decode" else (CONTEXT,)
+        held, best = bench.microseconds(size, kernels, lengths), 1.0
         for config in site.candidates:
             if time.monotonic() > end:
                 break
             trial = with_choice(kernels, site, config, size, SIZES[size])
-            times = [bench.microseconds(size, trial, context) for context in contexts]
-            score = sum(found / its for found, its in zip(times, held, strict=True)) / len(times)
+            times = bench.microseconds(size, trial, lengths)
+            short, *long = (found / its for found, its in zip(times, held, strict=True))
+            score = (short + statistics.mean(long)) / 2 if long else short
+            _LOG.debug("%d tokens, %s %s: %s %s", size, site.op, site.shape, config.to_json(), times)
             if score < GAIN * best:
                 best, kernels = score, trial
                 changes.append(f"{site.op} {site.shape}: {config.to_json()} {[round(us, 1) for us in times]} us")
     return kernels, StepTiming(tokens=size, layers=bench.plan.model.num_layers, before=round(before, 2),
-                               after=round(bench.microseconds(size, kernels), 2), changes=tuple(changes))
+                               after=round(bench.microseconds(size, kernels)[0], 2), changes=tuple(changes))
 
 
 def few_layers(config: Mapping[str, object]) -> dict[str, object]:

@@ -109,10 +109,11 @@ _HALF = 128
 
 
 def _fused(sms: int, kv_bytes: int, few_rows: bool) -> list[dict[str, int]]:
-    """Configs of the kernel that rotates and stores its own token: wide tiles, shared by eight warps, so that a short
-    context is one; a long one is a wave or two of programs. The last is for little shared memory."""
+    """Configs of the kernel that rotates and stores its own token: wide tiles, shared by eight warps. A context of less
+    than 384 tokens is one item, as adding up partials costs it 5 us; a long one is a wave or two of programs. The last
+    is for little shared memory."""
     tiles = [(128, 3), (256, 3), (256, 2)] if kv_bytes == 1 else [(256, 2), (128, 3), (128, 2)]
-    found = [{"FUSED": 1, "TILE": tile, "SPLIT": 0, "TARGET": target, "MIN_SPLIT": 128, "TAIL": 1, "num_warps": 8,
+    found = [{"FUSED": 1, "TILE": tile, "SPLIT": 0, "TARGET": target, "MIN_SPLIT": 256, "TAIL": 1, "num_warps": 8,
               "num_stages": stages} for tile, stages in tiles for target in (sms, 2 * sms)]
     bounded = [one | {"REGISTERS": _HALF} for one in found[:2 if kv_bytes == 1 else 4]] if few_rows else []
     return [*found[:2], *bounded, *found[2:]]

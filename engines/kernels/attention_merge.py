@@ -120,10 +120,10 @@ def finish_item(m, total, acc, item, split, splits, sequence, kv_head, row, dims
 
 
 def merge_options(live: int, block_d: int, num_warps: int) -> dict[str, int]:
-    """GATHER, how many neighbours are added up first: 8 by one warp, 16 by more (one long context is 16 items of eight
-    warps); CHUNK, how many of them are asked for at once; TOGETHER, whether they are summed as one tile. Several warps
-    would meet at two barriers for each, so they do (with 32 registers a thread for it). A warp alone meets nobody, and
-    one by one takes the fewest registers."""
-    rows, gather = next_pow2(live) * block_d, 8 if num_warps == 1 else 16
+    """GATHER, how many neighbours are added up first: 8 by one warp, 32 by more (a long context is 16 or 32 items of
+    eight warps, so one level); CHUNK, how many of them are asked for at once; TOGETHER, whether they are summed as one
+    tile. Several warps would meet at two barriers for each, so they do (with 32 registers a thread for it). A warp
+    alone meets nobody, and one by one takes the fewest registers."""
+    rows, gather = next_pow2(live) * block_d, 8 if num_warps == 1 else 32
     room = 4096 if num_warps == 1 else 1024 * num_warps
     return {"GATHER": gather, "CHUNK": max(1, min(gather, room // rows)), "TOGETHER": num_warps > 1}

@@ -122,11 +122,17 @@ class Workspace:
         return self.acc.shape[0]
 
 
+def _target(config: KernelConfig, num_kv_heads: int) -> int:
+    """Items of all sequences together, in eights where there are many: their partials are added up by as many."""
+    items = max(1, config["TARGET"] // num_kv_heads)
+    return items // 8 * 8 if items > 16 else items
+
+
 def item_capacity(batch: int, max_seq_len: int, num_kv_heads: int, config: KernelConfig) -> int:
     """The most items that any lengths up to ``max_seq_len`` can make: the grid's size."""
     if config["SPLIT"]:
         return batch * max(1, triton.cdiv(max_seq_len, config["SPLIT"]))
-    return batch + max(1, config["TARGET"] // num_kv_heads)
+    return batch + _target(config, num_kv_heads)
 
 
 def workspace(batch: int, max_seq_len: int, num_heads: int, num_kv_heads: int, head_dim: int, config: KernelConfig,
@@ -156,7 +162,7 @@ def make_plan(seq_lens: torch.Tensor, work: Workspace, num_kv_heads: int, config
     if config["SPLIT"] % config["TILE"] or least % config["TILE"]:
         raise ValueError(f"SPLIT and MIN_SPLIT must be multiples of TILE, found {config}")
     if work.batch:
-        plan_kernel[(work.batch,)](seq_lens, work.plan, work.batch, max(1, config["TARGET"] // num_kv_heads),
-                                   work.capacity, CHUNK=chunk, TILE=config["TILE"], MIN_SPLIT=least,
+        plan_kernel[(work.batch,)](seq_lens, work.plan, work.batch, _target(config, num_kv_heads), work.capacity,
+                                   CHUNK=chunk, TILE=config["TILE"], MIN_SPLIT=least,
                                    SPLIT=config["SPLIT"], QUERY_LEN=work.query_len, WINDOW=work.window,
                                    **launch_options(KernelConfig("plan", pdl=config.pdl)))
