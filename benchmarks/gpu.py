@@ -225,7 +225,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if arguments.trials:
-        logging.basicConfig()
+        logging.basicConfig(format="[%(relativeCreated)7.0f ms] %(message)s")
         logging.getLogger("engines.build.tune_step").setLevel(logging.DEBUG)
     work = Path(tempfile.mkdtemp(prefix="toolkit-gpu-")) if arguments.out is None else arguments.out
     try:

@@ -37,7 +37,8 @@ from benchmarks.gpu_peers import PEERS, SCRIPT
 
 #: Seconds a step may take, by its kind; a full tuning of four bits takes the most.
 LIMITS = {"tests": 240, "bench": 200, "full": 280, "peer": 200, "serve": 150}
-TESTS = ("tests/kernels", "tests/engines/test_gpu_engine.py", "tests/engines/test_families_gpu.py")
+TESTS = ("tests/kernels", "tests/engines/test_gpu_engine.py", "tests/engines/test_families_gpu.py",
+         "tests/engines/test_races.py")
 #: Compiling for cards that are not there is a CPU's work.
 OFFLINE = ("tests/kernels/test_ops_offline.py", "tests/kernels/test_offline_linear.py",
            "tests/kernels/test_int4_compile.py")

@@ -45,7 +45,9 @@ from engines.runtime.sequence import Sequence
 _LOG = logging.getLogger(__name__)
 #: Step sizes that are tuned -> the largest step that takes their choices.
 SIZES = {1: 2, 8: 16, 32: 64, 128: 256}
-SECONDS = {"quick": 24.0, "full": 80.0}
+SECONDS = {"quick": 32.0, "full": 96.0}
+#: Parts of that, by step size: at one token most kernels can gain, and contexts are longest.
+SHARES = {1: 5, 8: 2, 32: 1, 128: 1}
 CONTEXT = 160
 #: Attention must also be good here (or at the engine's longest sequence): step size -> contexts.
 LONG = {1: (8192, 32768), 8: (4096, 16384), 32: (2048,), 128: (1024,)}
@@ -236,10 +238,10 @@ def tune_step(plan: Plan, mode: str, tops: Mapping[int, Mapping[str, Ordered[Ker
     compile_variants(list(variants.values()), plan.device.capability)
     kernels, timings = list(plan.kernels), []
     with torch.inference_mode():
-        begin = time.monotonic()
-        for done, size in enumerate(reversed(sizes), 1):  # fewest tokens last: what time others leave is for them
-            report(Progress("tune step", done - 1, len(sizes), "size", f"tokens={size}"))
-            end = begin + SECONDS[mode] * done / len(sizes)
+        end, each = time.monotonic(), SECONDS[mode] / sum(SHARES[size] for size in sizes)
+        for done, size in enumerate(reversed(sizes)):  # fewest tokens last: what time others leave is for them
+            report(Progress("tune step", done, len(sizes), "size", f"tokens={size}"))
+            end += each * SHARES[size]
             kernels, timing = _descend(bench, kernels, size, sites(plan, tops.get(size, {}), size, mode), end)
             timings.append(timing)
     report(Progress("tune step", len(sizes), len(sizes), "size"))
@@ -258,6 +260,7 @@ def collect_trials(bench: StepBench, sizes: Ordered[int], tops: Mapping[int, Map
 
 def _descend(bench: StepBench, kernels: list[KernelChoice], size: int, chain: Ordered[Site], end: float
              ) -> tuple[list[KernelChoice], StepTiming]:
+    _LOG.debug("%d tokens, until %+.1f s", size, end - time.monotonic())
     before, = bench.microseconds(size, kernels)
     changes: list[str] = []
     for site in chain:

@@ -122,7 +122,7 @@ def _fused(sms: int, kv_bytes: int, few_rows: bool) -> list[dict[str, int]]:
 def _lone(sms: int, kv_bytes: int, deterministic: bool) -> list[dict[str, int]]:
     """Configs of this kernel: one warp a program, many programs."""
     tiles = [(32, 4, 1), (64, 3, 1)] if kv_bytes == 1 else [(16, 4, 0), (32, 3, 0), (16, 4, 1)]
-    rules = [(512, 0, 0), (256, 0, 0)] if deterministic else [(0, 4 * sms, 64), (0, 3 * sms, 128)]
+    rules = [(512, 0, 0), (256, 0, 0)] if deterministic else [(0, 4 * sms, 64), (0, 8 * sms, 128)]
     return [{"FUSED": 0, "TILE": tile, "SPLIT": split, "TARGET": target, "MIN_SPLIT": least, "TAIL": tail,
              "num_warps": 1, "num_stages": stages} for tile, stages, tail in tiles[: 2 if deterministic else None]
             for split, target, least in rules]

@@ -266,6 +266,20 @@ def dot_operand(x, EXACT: tl.constexpr) -> tl.tensor:
 
 
 @triton.jit
+def settled(acc) -> tl.tensor:
+    """``acc`` after a product whose first operand was made in registers, once the product is done.
+
+    Hopper's warpgroup product reads such an operand while the program goes on. In a loop whose sums are used by nothing
+    but the next product, Triton 3.6 lets all but one of a turn's products be under way when the next turn begins, and
+    the next operand is then written into registers that are still being read: wrong sums, now and then (seen on an
+    H200). A use of the sums, if by an instruction that does nothing, has it wait. ``sass`` finds the others.
+    """
+    if not _INTERPRETED:
+        acc = tl.inline_asm_elementwise("", "=f,0", [acc], dtype=tl.float32, is_pure=True, pack=1)
+    return acc
+
+
+@triton.jit
 def arrives_last(counter_ptr, count) -> tl.tensor:
     """True in the last of ``count`` programs to come here; what the earlier ones stored is visible to it then.
 

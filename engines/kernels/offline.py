@@ -36,7 +36,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-_SASS_LINE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)")
+from engines.kernels.sass import Instruction, instructions, overwritten
+
 #: What ``KernelFacts.order`` tells: a letter for mnemonics that begin so.
 _ORDER = {"LDG": "L", "STG": "S", "BAR": "B", "ACQBULK": "W", "HGMMA": "M", "QGMMA": "M", "IGMMA": "M", "HMMA": "M",
           "IMMA": "M"}
@@ -49,6 +50,7 @@ class KernelFacts:
 
     ``order``: how reads of memory (L), stores (S), barriers (B), matrix instructions (M) and PDL's wait (W) follow each
     other in the code. A read at the end of a kernel is waited for by everybody and hidden by nothing.
+    ``overwritten``: what writes registers that a product still reads (``sass``); such a kernel's sums may be wrong.
     """
 
     name: str
@@ -58,6 +60,7 @@ class KernelFacts:
     shared: int
     opcodes: Mapping[str, int]
     order: str
+    overwritten: Sequence[str] = ()
 
     def count(self, prefix: str) -> int:
         """Instructions whose mnemonic is ``prefix`` or begins with ``prefix.`` (``LDG.E.128`` finds its modifiers)."""
@@ -121,14 +124,15 @@ def compile_for(fn: Any, signature: Mapping[str, str], constexprs: Mapping[str, 
     if registers:
         options["maxnreg"] = registers
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    registers, stack, opcodes = _read_cubin(compiled.asm["cubin"])
+    registers, stack, code = _read_cubin(compiled.asm["cubin"])
+    opcodes = [op for _, op, _ in code]
     order = "".join(_ORDER.get(op.partition(".")[0], "") for op in opcodes)
     return KernelFacts(fn.__name__, capability, registers, stack, int(compiled.metadata.shared), dict(Counter(opcodes)),
-                       order)
+                       order, overwritten(code))
 
 
-def _read_cubin(cubin: bytes) -> tuple[int, int, list[str]]:
-    """Registers, stack, and the mnemonics in their order."""
+def _read_cubin(cubin: bytes) -> tuple[int, int, list[Instruction]]:
+    """Registers, stack, and the code."""
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -140,7 +144,7 @@ def _read_cubin(cubin: bytes) -> tuple[int, int, list[str]]:
     usage = _USAGE.search(dump[0])
     if usage is None:
         raise RuntimeError(f"cuobjdump printed no resource usage: {dump[0][:200]!r}")
-    return int(usage[1]), int(usage[2]), _SASS_LINE.findall(dump[1])
+    return int(usage[1]), int(usage[2]), instructions(dump[1])
 
 
 class _AbsentDevice:

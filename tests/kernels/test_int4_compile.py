@@ -104,6 +104,10 @@ def test_hot_kernels_do_not_spill(facts):
     assert {name: f.spills for name, f in facts.items() if f.spills > (2 if name.startswith("a8") else 0)} == {}
 
 
+def test_no_operand_is_overwritten_while_it_is_read(facts):
+    assert {name: f.overwritten for name, f in facts.items() if f.overwritten} == {}
+
+
 def test_weights_come_in_sixteen_byte_loads(facts):
     for name, per_run in (("a16", 8), ("a8", 8), ("a16 sm_100", 8), ("a16 fp16 sm_80", 8), ("a8 group 64", 8)):
         assert facts[name].count("LDG.E.128.STRONG.GPU") == per_run, (name, facts[name].opcodes)

@@ -75,6 +75,17 @@ def test_nothing_spills(compiled: dict[str, KernelFacts]) -> None:
     assert {name: facts.stack for name, facts in compiled.items() if facts.stack} == {}
 
 
+def test_no_operand_is_overwritten_while_it_is_read(compiled: dict[str, KernelFacts]) -> None:
+    """All candidates that widen codes in registers, and the representatives of the others."""
+    shape = {m: LinearShape(m, 4096, 4096) for m in (16, 64, 256)}
+    jobs = {f"{impl.name} {config}": job(impl, config) for impl in (WEIGHT_ONLY, FP8_WEIGHT) for m in shape
+            for config in impl.candidates(shape[m], H200) if config.kernel == "dot"}
+    found = dict(zip(jobs, compile_jobs(list(jobs.values())), strict=True))
+    assert not [facts for facts in found.values() if isinstance(facts, str)]
+    both = {name: facts.overwritten for name, facts in {**found, **compiled}.items() if isinstance(facts, KernelFacts)}
+    assert {name: its for name, its in both.items() if its} == {}
+
+
 def test_gemv_loads_sixteen_bytes_and_multiplies_as_meant(compiled: dict[str, KernelFacts]) -> None:
     for name, facts in compiled.items():
         if name.startswith("gemv"):

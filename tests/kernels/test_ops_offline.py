@@ -123,6 +123,7 @@ def test_no_spills(compiled, name):
         assert facts.spills == 0
         assert facts.stack == 0
     assert bool(facts.count("ACQBULK")) == (facts.capability >= 90)
+    assert not facts.overwritten
 
 
 def test_instructions(compiled):

@@ -30,7 +30,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from engines.kernels.impl import KernelConfig, LinearShape
-from engines.kernels.jit import arrives_last, gdc_launch, gdc_wait, launch_options
+from engines.kernels.jit import arrives_last, gdc_launch, gdc_wait, launch_options, settled
 from engines.kernels.linear.split_k import (
     split_k_bytes,
     split_k_views,
@@ -111,6 +111,8 @@ def dot_kernel(x_ptr, x_desc, w_ptr, w_desc, w_scale_ptr, x_scale_ptr, bias_ptr,
             acc += tl.dot(w, x, out_dtype=tl.float32) * by_row[:, None] * by_token[None, :]
         else:
             acc = tl.dot(w, x, acc, out_dtype=acc.dtype)
+        if KIND == "int8_weight" or KIND == "fp8_weight":
+            acc = settled(acc)
     result = acc.to(tl.float32)
     if SPLIT_K == 1:
         store_tokens(result, w_scale, x_scale, bias, out_ptr, row, token, m, n, KIND, HAS_BIAS)

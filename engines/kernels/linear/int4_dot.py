@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from engines.kernels.impl import KernelConfig, LinearShape, Packed
-from engines.kernels.jit import INTERPRETED, arrives_last, gdc_launch, gdc_wait, launch_options
+from engines.kernels.jit import INTERPRETED, arrives_last, gdc_launch, gdc_wait, launch_options, settled
 from engines.kernels.linear.int4_layout import Order, scales_per_load
 from engines.kernels.linear.split_k import (
     split_k_bytes,
@@ -163,7 +163,7 @@ def int4_dot(x_ptr, xs_ptr, w_ptr, s_ptr, bias_ptr, y_ptr, partial_ptr, ticket_p
         elif FOLD:
             scaled = tl.reshape(w, (BLOCK_N, BLOCK_K // GROUP, GROUP)).to(tl.float32) * s[:, :, None]
             w = tl.reshape(scaled, (BLOCK_N, BLOCK_K)).to(w.dtype)
-            acc = tl.dot(w, x.to(w.dtype), acc, input_precision="ieee")
+            acc = settled(tl.dot(w, x.to(w.dtype), acc, input_precision="ieee"))
         elif X_SCALES:  # absent tokens have a place, whatever it holds: what comes of it is not stored
             xs = load_token_scales(xs_ptr + step * (tl.num_programs(2) * BLOCK_M) + token, BLOCK_N, BLOCK_M)
             acc += tl.dot(w, x.to(w.dtype), input_precision="ieee") * (tl.sum(s, 1)[:, None] * xs)
