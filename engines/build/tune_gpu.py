@@ -6,7 +6,7 @@ variants and torch's own operators alike. All variants are compiled first, on al
 **Timing** imitates how the kernel will run: a CUDA graph of launches, each on another copy of the weight (400 MB in
 all, so that nothing is found in L2), programmatic dependent launch as configured; the median of a few replays. For
 many tokens a gate_up linear is timed together with its activation. A candidate whose results are not the twin's
-(some rows), or not those of the ones before it (all rows), is dropped, and said so.
+(beyond 256 rows: some of each tile), or not those of the ones before it, is dropped, and said so.
 
 What wins alone may lose in company: ``tune_step`` lets the best few compete again inside whole decode steps.
 

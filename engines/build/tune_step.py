@@ -86,8 +86,9 @@ def small_plan(plan: Plan, batch: int) -> Plan:
 
 
 def contexts(plan: Plan, size: int) -> tuple[int, ...]:
-    """The contexts at which attention of ``size`` sequences is timed: ``CONTEXT``, then long ones."""
-    return CONTEXT, *sorted({max(CONTEXT, min(its, plan.limits.max_seq_len)) for its in LONG[size]} - {CONTEXT})
+    """The contexts at which attention of ``size`` sequences is timed: ``CONTEXT``, then long ones that fit."""
+    most = min(plan.limits.max_seq_len, plan.limits.num_blocks * plan.limits.block_size // size)
+    return CONTEXT, *sorted({max(CONTEXT, min(its, most)) for its in LONG[size]} - {CONTEXT})
 
 
 class StepBench:
@@ -97,17 +98,18 @@ class StepBench:
         self.plan = plan
         self.device = plan.device.torch_device
         self._weights = DeviceWeights(small_plan(plan, 1), random_tensors(plan, self.device), self.device)
-        self._cache: dict[int, KVCache] = {}
+        self._cache: tuple[int, KVCache] | None = None
 
     def _steps(self, batch: int, kernels: Ordered[KernelChoice]) -> tuple[Steps, Arena]:
         """A step of ``batch`` sequences with ``CONTEXT`` tokens each."""
         plan = small_plan(self.plan, batch).model_copy(update={"kernels": tuple(kernels)})
         arena = Arena(plan, assign(plan.program), workspace_bytes(plan.program, plan.kernels, batch), self.device)
-        if batch not in self._cache:
+        if self._cache is None or self._cache[0] != batch:
+            self._cache = None  # the last size's memory first
             scales = [(torch.ones((), device=self.device),) * 2] * plan.model.num_layers if plan.kv.quantized else None
-            self._cache[batch] = KVCache(plan, plan.limits.num_blocks, scales, self.device)
+            self._cache = batch, KVCache(plan, plan.limits.num_blocks, scales, self.device)
         _fill_record(plan, arena, batch, CONTEXT)
-        return Steps(plan, self._weights, arena, self._cache[batch]), arena
+        return Steps(plan, self._weights, arena, self._cache[1]), arena
 
     def launch_once(self, batch: int, kernels: Ordered[KernelChoice]) -> None:
         """One step, for collecting variants."""

@@ -109,9 +109,9 @@ _HALF = 128
 
 
 def _fused(sms: int, kv_bytes: int, few_rows: bool) -> list[dict[str, int]]:
-    """Configs of the kernel that rotates and stores its own token: wide tiles, shared by eight warps. A context of less
-    than 384 tokens is one item, as adding up partials costs it 5 us; a long one is a wave or two of programs. The last
-    is for little shared memory."""
+    """Configs of the kernel that rotates and stores its own token: wide tiles, shared by eight warps. A short
+    context (256 tokens by tiles of 256, 384 by tiles of 128) is one item, as adding up partials costs it 5 us; a long
+    one is a wave or two of programs. The last is for little shared memory."""
     tiles = [(128, 3), (256, 3), (256, 2)] if kv_bytes == 1 else [(256, 2), (128, 3), (128, 2)]
     found = [{"FUSED": 1, "TILE": tile, "SPLIT": 0, "TARGET": target, "MIN_SPLIT": 256, "TAIL": 1, "num_warps": 8,
               "num_stages": stages} for tile, stages in tiles for target in (sms, 2 * sms)]

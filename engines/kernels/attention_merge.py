@@ -6,8 +6,8 @@ Of a sequence in several items each leaves a partial per row: m = running maximu
     acc    [capacity, num_kv_heads, query_len * group, head_dim],   stats [.., 2] = (m, l)
 
 They are added in the same kernel, in two steps, and always in the order of the items: whichever program of GATHER
-neighbours arrives last adds theirs (one round of loads), and where there are more, whichever of those arrives last adds
-the sums. A second kernel would cost every short context a launch (0.7 us a layer).
+neighbours arrives last adds theirs (a round of loads or two), and where there are more, whichever of those arrives last
+adds the sums. A second kernel would cost every short context a launch (0.7 us a layer).
 
     counters  int32 [capacity + batch, num_kv_heads]: arrivals by the first of such neighbours, then by sequence; zero
               between launches, reset by the last to arrive

@@ -123,9 +123,9 @@ class Workspace:
 
 
 def _target(config: KernelConfig, num_kv_heads: int) -> int:
-    """Items of all sequences together, in eights where there are many: their partials are added up by as many."""
+    """Items of all sequences together, in eights where there are many: partials are added up by so many or more."""
     items = max(1, config["TARGET"] // num_kv_heads)
-    return items // 8 * 8 if items > 16 else items
+    return items // 8 * 8 if items > 32 else items
 
 
 def item_capacity(batch: int, max_seq_len: int, num_kv_heads: int, config: KernelConfig) -> int:

@@ -125,7 +125,7 @@ def compile_for(fn: Any, signature: Mapping[str, str], constexprs: Mapping[str, 
         options["maxnreg"] = registers
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     registers, stack, code = _read_cubin(compiled.asm["cubin"])
-    opcodes = [op for _, op, _ in code]
+    opcodes = [one.op for one in code]
     order = "".join(_ORDER.get(op.partition(".")[0], "") for op in opcodes)
     return KernelFacts(fn.__name__, capability, registers, stack, int(compiled.metadata.shared), dict(Counter(opcodes)),
                        order, overwritten(code))

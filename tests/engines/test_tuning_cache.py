@@ -12,12 +12,13 @@ from test_gpu_parts import A100, CONFIG, H200, schemes_for
 from calib.progress import silent
 from calib.scheme import BF16, Grid
 from engines.build import choose_gpu, tune_gpu, tuning_cache
+from engines.build.plan_gpu import make_gpu_plan
 from engines.build.tune_gpu import GpuTiming
-from engines.build.tune_step import sites
+from engines.build.tune_step import contexts, sites, small_plan
 from engines.build.tuning_cache import TuningCache
 from engines.errors import EngineError
 from engines.kernels.impl import KernelConfig
-from engines.plan import EngineSpec
+from engines.plan import EngineSpec, fused_program
 
 RECORD = GpuTiming(shape="s", tokens=1, config={}, microseconds=1.5)
 
@@ -95,3 +96,23 @@ def test_another_kv_cache_is_tuned_in_steps_though_its_linears_were_timed_before
     more = {site.op for site in sites(plans[0], tuned[0][1][8], 8, "quick")}
     assert {"linear", "norm"} <= few
     assert not {"linear", "norm"} & more
+
+
+def test_no_context_is_tuned_that_the_engine_cannot_hold() -> None:
+    schemes, keys = schemes_for(INT8)
+    spec = EngineSpec(max_seq_len=2048, max_batch_size=8, max_num_tokens=256)
+    program = fused_program(CONFIG, schemes, keys)[2]
+    choices = tune_gpu.tune_gpu(program, H200, "none", 256, False, None, silent).choices
+    plan = make_gpu_plan(CONFIG, schemes, BF16, spec, H200, keys, choices)
+
+    def found(size: int, **limits: int) -> tuple[int, ...]:
+        return contexts(plan.model_copy(update={"limits": plan.limits.model_copy(update=limits)}), size)
+
+    assert found(1) == (160, 2048)
+    assert found(1, max_seq_len=65536, num_blocks=1 << 20) == (160, 8192, 32768)
+    assert found(8, max_seq_len=65536, num_blocks=8 * 5000 // 16) == (160, 4096, 5000)
+    assert found(8, num_blocks=8) == (160,)
+    assert found(1, max_seq_len=64) == (160,)
+    small = small_plan(plan.model_copy(update={"limits": plan.limits.model_copy(update={"num_blocks": 100})}), 8)
+    assert small.limits.num_blocks == 8 * 13, "200 tokens, in whole blocks"
+    assert small.limits.max_batch_size == small.limits.max_num_tokens == 8

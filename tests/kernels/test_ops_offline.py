@@ -6,6 +6,7 @@ import pytest
 
 from engines.kernels import attention_decode, attention_prefill, attention_rope, norm, rope_kv, sample, silu_mul
 from engines.kernels.offline import CompileJob, compile_jobs
+from tests.kernels.linear_cases import H200
 
 POINTERS = {"q_ptr": "*bf16", "table_ptr": "*i32", "plan_ptr": "*i32", "acc_ptr": "*fp32", "stats_ptr": "*fp32",
             "counter_ptr": "*i32", "cu_q_ptr": "*i32", "seq_lens_ptr": "*i32", "k_scale_ptr": "*fp32",
@@ -144,3 +145,20 @@ def test_a_row_costs_one_reduction(compiled):
     for name, barriers in (("norm fp8", 2), ("norm int8 token", 2), ("norm int8 group", 4), ("silu int8 group", 2)):
         assert compiled[name].count("BAR") <= barriers, name
         assert "L" not in compiled[name].order.partition("B")[2], name
+
+
+def test_no_prefill_overwrites_an_operand_that_is_read():
+    """Probabilities, and an 8-bit cache's keys, are operands in registers: every tile of every kind of cache."""
+    jobs = {}
+    for kind, element in (("bf16", 2), ("fp8e4nv", 1), ("i8", 1)):
+        for head_dim in (64, 128, 256):
+            for config in attention_prefill.candidates(head_dim, 4, element, H200):
+                scales = UNSCALED if element == 2 else {}
+                sizes = {"HEAD_DIM": head_dim, "BLOCK_D": head_dim, "ROWS": config["ROWS"], "TILE": config["TILE"]}
+                jobs[f"{kind} {head_dim} {config}"] = job(
+                    attention_prefill.prefill_kernel, 90, HEAD | NO_ROWS | scales | sizes, num_warps=config.num_warps,
+                    num_stages=config.num_stages, k_ptr=f"*{kind}", v_ptr=f"*{kind}", out_ptr="*bf16")
+    found = dict(zip(jobs, compile_jobs(list(jobs.values()), workers=2), strict=True))
+    assert {name: facts for name, facts in found.items() if isinstance(facts, str)} == {}
+    assert {name: facts.overwritten for name, facts in found.items() if facts.overwritten} == {}
+    assert sum(facts.count("HGMMA") > 0 for facts in found.values()) > len(found) // 2
