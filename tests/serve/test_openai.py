@@ -260,16 +260,16 @@ def test_what_cannot_be_done_is_refused_by_name(client, options, words: str, str
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_null_is_not_given(client, stream: bool) -> None:
-    """Programs that pass their own options on pass None for what nobody set."""
+    """Programs that pass their own options on pass None for what nobody set (a seed, too: any token may be drawn)."""
     shared = dict.fromkeys(["frequency_penalty", "logit_bias", "n", "presence_penalty", "seed", "stop", "temperature",
                             "top_p", "user", "logprobs", "stream_options"])
     found = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=2, best_of=None, suffix=None, echo=None,
-                                      **shared, stream=stream or None)
+                                      **shared, stream=stream or None, extra_body={"ignore_eos": True})
     assert (list(found)[-1] if stream else found).choices[0].finish_reason == "length"
     found = chat(client, max_tokens=2, stream=stream or None, **shared, extra_body=dict.fromkeys([
         "audio", "function_call", "functions", "metadata", "modalities", "parallel_tool_calls", "prediction",
         "reasoning_effort", "response_format", "service_tier", "store", "tool_choice", "tools", "top_logprobs", "top_k",
-        "verbosity", "max_completion_tokens"]))
+        "verbosity", "max_completion_tokens"]) | {"ignore_eos": True})
     assert (list(found)[-1] if stream else found).choices[0].finish_reason == "length"
 
 
