@@ -136,8 +136,8 @@ def candidates(head_dim: int, block_size: int, kv_bytes: int, device: DeviceFact
     row's arithmetic. ``fused``: all layers can take the fused kernel.
 
     ``FUSED`` 1 means the kernel that rotates and stores its own token (``attention_rope``). Up to four sequences it
-    wins by latency (an H200, fp8, 8-bit cache: one short context 2.48 ms a step, 2.60 with one warp a program, though
-    one of 32768 takes 4.2 and 3.6); from eight on it wins nothing (2.70 and 2.68; 16 x 8192: 8.3 and 5.1); with heads
+    wins by latency (an H200, fp8, 8-bit cache: one short context 2.48 ms a step, 2.60 with one warp a program; one
+    of 32768 takes 3.7 and 3.6); from eight on it wins nothing (2.70 and 2.68; 16 x 8192: 8.3 and 5.1); with heads
     of 256 it spills. ``TAIL`` 1: a context's last tile has code of its own, and the loop over whole tiles is shorter;
     it has to wait for memory once more, though.
     """
