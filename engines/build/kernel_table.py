@@ -31,6 +31,8 @@ from engines.program import GatedSilu, Program, RopeKV
 
 #: The largest step that any table has an entry for.
 MOST_TOKENS = 1 << 30
+#: The most sequences that are few for decode attention: latency counts, and long contexts have graphs of their own.
+FEW = 4
 
 
 def silu_shape(op: GatedSilu) -> str:
@@ -75,12 +77,15 @@ def _defaults(facts: ModelFacts, program: Program, block_size: int, kv: Grid, de
         tiles = silu_mul.candidates(op.width, mode_of(grid), 0 if grid is None else group_of(grid), device)
         yield entry("silu_mul", silu_shape(op), MOST_TOKENS, tiles[0])
         yield entry("quantize", f"n={op.width}", MOST_TOKENS, quantize.candidates(op.width, device)[0])
-    gqa = facts.num_heads // facts.num_kv_heads
-    for batch, most in ((8, MOST_TOKENS),) if deterministic else ((1, 4), (8, 16), (32, 64), (128, MOST_TOKENS)):
+    gqa, fused = facts.num_heads // facts.num_kv_heads, rotate_themselves(facts, program)
+    for batch, most in ((8, MOST_TOKENS),) if deterministic else ((1, FEW), (8, 16), (32, 64), (128, MOST_TOKENS)):
         decode = attention_decode.candidates(facts.head_dim, block_size, kv_bytes, device, deterministic=deterministic,
-                                             batch=batch, fused=rotate_themselves(facts, program), gqa=gqa)
+                                             batch=batch, fused=fused)
         yield entry("attention_decode", "split", most, decode[0])
-    for batch, most in ((1, 4), (8, MOST_TOKENS)):
+    if fused and not deterministic:
+        for config in attention_decode.long_candidates(facts.head_dim, kv_bytes, device)[:1]:
+            yield entry("attention_decode", "long", FEW, config)
+    for batch, most in ((1, FEW), (8, MOST_TOKENS)):
         yield entry("read_ahead", "weights", most, read_ahead.candidates(device, batch)[0])
     tiles = attention_prefill.candidates(facts.head_dim, gqa, kv_bytes, device)
     yield from _prefill("tile", tiles, deterministic)

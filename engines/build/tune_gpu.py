@@ -36,7 +36,7 @@ from engines.build.kernel_table import silu_shape
 from engines.build.tuning_cache import TuningCache
 from engines.device import Device
 from engines.errors import EngineError
-from engines.kernels.compile_ahead import collect, compile_variants
+from engines.kernels.compile_ahead import collect, compile_variants, late
 from engines.kernels.impl import KernelConfig
 from engines.plan import KernelChoice, linear_shape
 from engines.program import Linear, Program
@@ -139,7 +139,7 @@ class _Tuner:
     def run(self) -> list[GpuTiming]:
         wanted = [(op, tokens) for op, tokens in self.points if self.key(op, tokens) not in self.known]
         if self.timed and wanted:
-            with torch.inference_mode():
+            with torch.inference_mode(), late():
                 self._time(wanted)
         elif not self.timed:
             for op, tokens in wanted:

@@ -103,53 +103,76 @@ def decode_kernel(q_ptr, k_ptr, v_ptr, table_ptr, plan_ptr, acc_ptr, stats_ptr, 
                     QUERY_LEN, GQA, HEAD_DIM, LIVE2, GATHER, CHUNK, TOGETHER, QUANT, GROUP)
 
 
-#: Registers a thread with which two programs of eight warps fit on a multiprocessor, or one beside half of the qkv
-#: linear's; few q heads a kv head need no more.
-_HALF = 128
+#: The context from which ``long_candidates`` are taken where nobody has timed it.
+_LONG_FROM = 2048
 
 
-def _fused(sms: int, kv_bytes: int, few_rows: bool) -> list[dict[str, int]]:
-    """Configs of the kernel that rotates and stores its own token: wide tiles, shared by eight warps. A short
-    context (256 tokens by tiles of 256, 384 by tiles of 128) is one item, as adding up partials costs it 5 us; a long
-    one is a wave or two of programs. The last is for little shared memory."""
-    tiles = [(128, 3), (256, 3), (256, 2)] if kv_bytes == 1 else [(256, 2), (128, 3), (128, 2)]
-    found = [{"FUSED": 1, "TILE": tile, "SPLIT": 0, "TARGET": target, "MIN_SPLIT": 256, "TAIL": 1, "num_warps": 8,
-              "num_stages": stages} for tile, stages in tiles for target in (sms, 2 * sms)]
-    bounded = [one | {"REGISTERS": _HALF} for one in found[:2 if kv_bytes == 1 else 4]] if few_rows else []
-    return [*found[:2], *bounded, *found[2:]]
+def _fused(sms: int, kv_bytes: int) -> list[dict[str, int]]:
+    """Configs of the kernel that rotates and stores its own token: tiles shared by four or eight warps. A short
+    context (256 tokens by tiles of 64 or 256, 384 by tiles of 128) is one item, as adding up partials costs it 5 us; a
+    long one is a wave or two of programs. The last is for little shared memory."""
+    narrow = [(64, 4, 3, 2 * sms), (64, 4, 3, 4 * sms)]
+    wide = [(128, 8, 3), (256, 8, 2), (256, 8, 3)] if kv_bytes == 1 else [(256, 8, 2), (128, 8, 3)]
+    shared = [(tile, warps, stages, target) for tile, warps, stages in wide for target in (sms, 2 * sms)]
+    least = [(128, 8, 2, sms), (64, 4, 2, sms)]
+    return [{"FUSED": 1, "TILE": tile, "SPLIT": 0, "TARGET": target, "MIN_SPLIT": 256, "TAIL": 1, "num_warps": warps,
+             "num_stages": stages} for tile, warps, stages, target in (
+                 [*narrow, *shared, *least] if kv_bytes == 1 else [*shared[:2], *narrow, *shared[2:], *least])]
 
 
 def _lone(sms: int, kv_bytes: int, deterministic: bool) -> list[dict[str, int]]:
     """Configs of this kernel: one warp a program, many programs."""
-    tiles = [(32, 4, 1), (64, 3, 1)] if kv_bytes == 1 else [(16, 4, 0), (32, 3, 0), (16, 4, 1)]
+    tiles = ([(32, 4, 1), (64, 4, 1), (32, 6, 1), (64, 3, 1)] if kv_bytes == 1 else
+             [(16, 4, 0), (32, 3, 0), (32, 4, 0), (16, 4, 1)])
     rules = [(512, 0, 0), (256, 0, 0)] if deterministic else [(0, 4 * sms, 64), (0, 8 * sms, 128)]
     return [{"FUSED": 0, "TILE": tile, "SPLIT": split, "TARGET": target, "MIN_SPLIT": least, "TAIL": tail,
-             "num_warps": 1, "num_stages": stages} for tile, stages, tail in tiles[: 2 if deterministic else None]
+             "num_warps": 1, "num_stages": stages} for tile, stages, tail in tiles[: 1 if deterministic else None]
             for split, target, least in rules]
 
 
+def _fitting(found: Sequence[dict[str, int]], block_d: int, kv_bytes: int, device: DeviceFacts) -> list[KernelConfig]:
+    """Those whose tiles have room in shared memory; the last in any case."""
+    room = device.shared_bytes * 3 // 4
+    those = [one for one in found if max(1, one["num_stages"] - 1) * one["TILE"] * 2 * block_d * kv_bytes <= room]
+    return [KernelConfig.of("split", pdl=device.capability >= 90, **one) for one in those or found[-1:]]
+
+
+def _can_fuse(block_d: int) -> bool:
+    """With heads of 256 the fused kernel spills."""
+    return block_d <= 128
+
+
 def candidates(head_dim: int, block_size: int, kv_bytes: int, device: DeviceFacts, *,
-               deterministic: bool = False, batch: int = 8, fused: bool = True, gqa: int = 1
-               ) -> Sequence[KernelConfig]:
+               deterministic: bool = False, batch: int = 8, fused: bool = True) -> Sequence[KernelConfig]:
     """Tiles and split rules to try for about ``batch`` sequences; the first is the default. ``kv_bytes``: of one cache
-    element; ``gqa``: q heads a kv head. Deterministic engines get one list for every batch, as a tile is part of a
-    row's arithmetic. ``fused``: all layers can take the fused kernel.
+    element. Deterministic engines get one list for every batch, as a tile is part of a row's arithmetic. ``fused``: all
+    layers can take the fused kernel.
 
     ``FUSED`` 1 means the kernel that rotates and stores its own token (``attention_rope``). Up to four sequences it
-    wins by latency (an H200, fp8, 8-bit cache: one short context 2.48 ms a step, 2.60 with one warp a program; one
-    of 32768 takes 3.7 and 3.6); from eight on it wins nothing (2.70 and 2.68; 16 x 8192: 8.3 and 5.1); with heads
-    of 256 it spills. ``TAIL`` 1: a context's last tile has code of its own, and the loop over whole tiles is shorter;
-    it has to wait for memory once more, though.
+    wins by latency (an H200, fp8, 8-bit cache: one short context 2.48 ms a step, 2.60 with one warp a program), unless
+    their contexts are long (``long_candidates``); from eight on it wins nothing (2.70 and 2.68; 16 x 8192: 8.3 and
+    5.1). ``TAIL`` 1: a context's last tile has code of its own, and the loop over whole tiles is shorter; it has to
+    wait for memory once more, though.
     """
     if block_size != next_pow2(block_size):
         raise ValueError(f"block_size must be a power of two, found {block_size}")
     sms, block_d = max(1, device.num_sms), next_pow2(head_dim)
-    few = fused and batch <= 4 and block_d <= 128 and not deterministic
-    found = _fused(sms, kv_bytes, gqa <= 4) if few else _lone(sms, kv_bytes, deterministic)
-    room = device.shared_bytes * 3 // 4
-    fitting = [one for one in found
-               if max(1, one["num_stages"] - 1) * one["TILE"] * 2 * block_d * kv_bytes <= room] or found[-1:]
-    return [KernelConfig.of("split", pdl=device.capability >= 90, **one) for one in fitting]
+    few = fused and batch <= 4 and _can_fuse(block_d) and not deterministic
+    return _fitting(_fused(sms, kv_bytes) if few else _lone(sms, kv_bytes, deterministic), block_d, kv_bytes, device)
+
+
+def long_candidates(head_dim: int, kv_bytes: int, device: DeviceFacts) -> Sequence[KernelConfig]:
+    """The same for up to four sequences of which one has FROM tokens or more; such steps have graphs of their own.
+
+    Reading takes longer than beginning there, and one warp a program reads fastest (an H200, four layers of a step, fp8
+    cache, one sequence of 160, 8192 and 32768 tokens: 285, 317 and 376 us; the fused kernel 275, 323 and 421 with eight
+    warps, 275, 320 and 392 with four). Empty where the fused kernel is never taken.
+    """
+    sms, block_d = max(1, device.num_sms), next_pow2(head_dim)
+    if not _can_fuse(block_d):
+        return []
+    found = [*_lone(sms, kv_bytes, False), *_fused(sms, kv_bytes)[:4]]
+    return _fitting([one | {"FROM": _LONG_FROM} for one in found], block_d, kv_bytes, device)
 
 
 def check_epilogue(quant: ActQuant, group: int, head_dim: int, query_len: int) -> None:

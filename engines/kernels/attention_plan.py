@@ -5,14 +5,17 @@ at small batch or with mixed lengths (engines that switch by batch size fall off
 reads ``seq_lens`` and writes a list of items, for all layers of the step: no host sync, so the step can be a CUDA
 graph.
 
-* balanced (``SPLIT`` = 0): about ``TARGET`` programs' worth of items, dealt by length, none under ``MIN_SPLIT`` tokens;
+* balanced (``SPLIT`` = 0): about ``TARGET`` programs' worth of items, dealt by length, none under ``MIN_SPLIT`` tokens,
+  and none longer than all keys over ``TARGET``: a step takes as long as its longest item (dealt by the share of each
+  context, rounded down, the shortest of 16 contexts of nearly one length was cut in three where the others were in
+  four);
 * fixed (``SPLIT`` > 0 tokens): item boundaries depend on the sequence alone, so a row's bits do not depend on its batch
   mates (deterministic mode). Its price is the capacity: batch * max_seq_len / SPLIT partials must have room.
 
     plan   int32 [1 + capacity, 8]: row 0 = (items, ...), rows 1.. = (sequence, begin, end, seq_len, split, splits)
 
-Balanced item count: floor(tiles * target / total tiles) each, at least 1, so at most target + batch in all: the
-capacity is known beforehand. seq_len 0 (a padded row) is one empty item, whose output is zeros.
+Balanced item count: ceil(tiles / ceil(total tiles / target)) each, so at most target + batch in all: the capacity is
+known beforehand. seq_len 0 (a padded row) is one empty item, whose output is zeros.
 """
 
 from __future__ import annotations
@@ -54,7 +57,7 @@ def _split_tiles(tiles, total, target, TILE: tl.constexpr, MIN_SPLIT: tl.constex
         r = tiles * 0 + SPLIT // TILE
     else:
         most = tl.maximum(tiles // (MIN_SPLIT // TILE), 1)
-        count = (tiles.to(tl.int64) * target // tl.maximum(total, 1)).to(tl.int32)
+        count = tl.cdiv(tiles, tl.maximum(tl.cdiv(total, target), 1))
         r = tl.cdiv(tiles, tl.minimum(tl.maximum(count, 1), most))
     return tl.maximum(r, 1)
 

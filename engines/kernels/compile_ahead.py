@@ -11,8 +11,8 @@ of whatever was going on. An engine reaches a hundred variants. So:
 
 An empty file a variant, beside the cache, remembers that it was compiled, so that a warm start asks nobody.
 
-After an engine is open ``CompileWatch`` counts: a variant that is loaded or compiled then was missed by 1: a bug.
-Both hooks are Triton's own (``knobs.runtime``).
+``late`` lists what 3 did not find. After an engine is open ``CompileWatch`` counts: a variant that is loaded or
+compiled then was missed by 1: a bug. All hooks are Triton's own (``knobs``).
 """
 
 from __future__ import annotations
@@ -48,14 +48,34 @@ class Variant:
     data: str
 
 
+_settled: set[int] = set()
+
+
+def settle(function: Any) -> str:
+    """A jit function's cache key, made after the keys of all that it calls.
+
+    Triton 3.6 adds to a key the constants that callees use, but only of callees whose keys are known by then. So the
+    key depended on what a process had compiled before, and most of what others had compiled was compiled again: 2.5 s
+    a variant of decode attention.
+    """
+    if id(function) not in _settled:
+        _settled.add(id(function))
+        for name in function.fn.__code__.co_names:
+            callee = function.__globals__.get(name)
+            if isinstance(callee, triton.runtime.jit.JITCallable):
+                settle(callee)
+        function.hash = None
+    return str(function.cache_key)
+
+
 @contextmanager
 def collect() -> Iterator[dict[str, Variant]]:
     """Variants that launches inside would compile, by description. Those launches do nothing."""
     found: dict[str, Variant] = {}
 
     def hook(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
-        data = _describe(compile)
-        found[f"{fn.module}.{fn.name} {data}"] = Variant(fn.module, fn.name, fn.jit_function.cache_key, data)
+        data, source = _describe(compile), settle(fn.jit_function)
+        found[f"{fn.module}.{fn.name} {data}"] = Variant(fn.module, fn.name, source, data)
         return True
 
     runtime = triton.knobs.runtime
@@ -89,6 +109,7 @@ def _constant(value: Any, tag: str) -> Any:
 
 def _compile_described(function: Any, data: dict[str, Any]) -> Any:
     """Compile a jit function (Triton or Gluon) as ``_describe`` says."""
+    settle(function)
     _, _, target, backend, _ = function.create_binder()
     constants = {_tuples(path): _constant(value, tag) for path, value, tag in zip(
         data["constant_keys"], data["constant_vals"], data["constant_tags"], strict=True)}
@@ -130,6 +151,26 @@ def _mark(variant: Variant, capability: int) -> Path:
     """The file that says that exactly this was compiled into this cache."""
     content = json.dumps([triton.__version__, capability, variant.module, variant.name, variant.source, variant.data])
     return Path(triton.knobs.cache.dir) / "compiled-ahead" / hashlib.sha256(content.encode()).hexdigest()[:32]
+
+
+@contextmanager
+def late() -> Iterator[list[str]]:
+    """Names of the kernels that are compiled inside, one by one, instead of being found in the cache on disk: each was
+    missed before, or compiled under another key. They are logged when it ends."""
+    found: list[str] = []
+
+    def listener(*, src: Any, cache_hit: bool, **_: Any) -> None:
+        if not cache_hit:
+            found.append(src.name)
+
+    compilation = triton.knobs.compilation
+    before, compilation.listener = compilation.listener, listener
+    try:
+        yield found
+    finally:
+        compilation.listener = before
+        if found:
+            _LOG.warning("%d kernel variants were compiled one by one: %s", len(found), ", ".join(sorted({*found})))
 
 
 class CompileWatch:

@@ -17,9 +17,11 @@ from tiny_models import tiny_llama
 
 from calib.scheme import BF16, Grid, PerBlock, PerGroup, Scheme
 from engines.build.builder import build
+from engines.kernels import attention_decode
 from engines.llm import LLM
 from engines.plan import EngineSpec
 from engines.request import Grammar, SamplingParams
+from engines.runtime.cuda.shape import Shape
 from engines.runtime.protocols import Launched
 from engines.runtime.scheduler import Chunk
 
@@ -67,8 +69,12 @@ def main(work: Path, scheme: str) -> None:
     checkpoint = MemoryCheckpoint.of(folder, SCHEMES[scheme], input_scale=0.05, kv=kv)
     limits = {"max_seq_len": 48, "max_batch_size": 6, "max_num_tokens": 16, "tune": "none"}
     cpu = LLM(build(checkpoint, EngineSpec(**limits), work / "cpu"))
+    attention_decode._LONG_FROM = 8  # so that a context becomes long here
     gpu = LLM(build(checkpoint, EngineSpec(device="interpreter", memory=64 << 20, **limits), work / "gpu"))
     assert gpu._gpu is not None
+    shapes: list[Shape] = []
+    body = gpu._gpu.steps.body
+    gpu._gpu.steps.body = lambda shape: (shapes.append(shape), body(shape))[1]  # type: ignore[method-assign]
     gpu._gpu._weights.linear = late  # type: ignore[method-assign]
     prompts = [[1, 2, 3], list(range(40, 60))]  # the second is prefilled in two chunks, beside the first one's decode
     bound = 0.6 if scheme == "fp8_block" else 0.3
@@ -89,6 +95,7 @@ def main(work: Path, scheme: str) -> None:
         difference = np.abs(ours.logprobs - theirs.logprobs)
         assert float(difference.max()) < bound, difference
     assert gpu.stats()["used_blocks"] == 0
+    assert {shape.long for shape in shapes if shape.decodes and not shape.prefills} == {False, True}
     if scheme != "int8":
         return
     again = SamplingParams(max_tokens=5, ignore_eos=True, presence_penalty=2.0, repetition_penalty=1.5,

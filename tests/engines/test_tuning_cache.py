@@ -13,8 +13,9 @@ from calib.progress import silent
 from calib.scheme import BF16, Grid
 from engines.build import choose_gpu, tune_gpu, tuning_cache
 from engines.build.plan_gpu import make_gpu_plan
+from engines.build.step_bench import contexts, small_plan
 from engines.build.tune_gpu import GpuTiming
-from engines.build.tune_step import contexts, sites, small_plan
+from engines.build.tune_step import sites, switch
 from engines.build.tuning_cache import TuningCache
 from engines.errors import EngineError
 from engines.kernels.impl import KernelConfig
@@ -92,10 +93,9 @@ def test_another_kv_cache_is_tuned_in_steps_though_its_linears_were_timed_before
     assert all(1 <= len(configs) <= tune_gpu.TOPS for row in tuned[1][1].values() for configs in row.values())
     assert any(len(configs) > 1 for configs in tuned[1][1][1].values())
     assert plans[0] == plans[2]
-    few = {site.op for site in sites(plans[0], tuned[0][1][1], 1, "quick")}
-    more = {site.op for site in sites(plans[0], tuned[0][1][8], 8, "quick")}
-    assert {"linear", "norm"} <= few
-    assert not {"linear", "norm"} & more
+    few, more = (sites(plans[0], tuned[0][1][size], size) for size in (1, 8))
+    assert {site.op for site in few} == {site.op for site in more} >= {"linear", "norm", "silu_mul", "read_ahead"}
+    assert not any(site.long for site in (*few, *more)), "at 256 tokens no context is long"
 
 
 def test_no_context_is_tuned_that_the_engine_cannot_hold() -> None:
@@ -113,6 +113,20 @@ def test_no_context_is_tuned_that_the_engine_cannot_hold() -> None:
     assert found(8, max_seq_len=65536, num_blocks=8 * 5000 // 16) == (160, 4096, 5000)
     assert found(8, num_blocks=8) == (160,)
     assert found(1, max_seq_len=64) == (160,)
+    longer = plan.model_copy(update={"limits": plan.limits.model_copy(update={"max_seq_len": 65536,
+                                                                               "num_blocks": 1 << 20})})
+    lengths = {(size, site.shape): site.lengths for size in (1, 8) for site in sites(longer, {}, size)
+               if site.op == "attention_decode"}
+    assert lengths == {(1, "split"): (160, 1024), (1, "long"): (8192, 32768), (8, "split"): (160, 4096, 16384)}
     small = small_plan(plan.model_copy(update={"limits": plan.limits.model_copy(update={"num_blocks": 100})}), 8)
     assert small.limits.num_blocks == 8 * 13, "200 tokens, in whole blocks"
     assert small.limits.max_batch_size == small.limits.max_num_tokens == 8
+
+
+def test_the_graph_for_long_contexts_is_taken_where_it_stays_faster() -> None:
+    lengths = [512, 1024, 2048, 4096]
+    assert switch(lengths, [1.0, 2.0, 3.0, 4.0], [2.0, 2.1, 2.5, 3.0]) == 2048
+    assert switch(lengths, [1.0, 2.0, 3.0, 4.0], [0.9, 2.1, 2.5, 3.0]) == 2048
+    assert switch(lengths, [1.0, 2.0, 3.0, 4.0], [0.9, 1.9, 2.5, 3.0]) == 512
+    assert switch(lengths, [1.0, 2.0, 3.0, 4.0], [0.5, 1.0, 2.0, 4.1]) is None
+    assert switch(lengths, [1.0, 2.0, 3.0, 4.0], [float("inf")] * 4) is None

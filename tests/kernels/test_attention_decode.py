@@ -142,8 +142,21 @@ def test_plan_covers_every_token_once(device):
                 assert own[0, 1] == 0
                 assert own[-1, 2] == n
                 assert own[1:, 1].equal(own[:-1, 2])
-            if config["SPLIT"] == 0 and batch > 1:
-                assert int((items[:, 2] - items[:, 1]).max()) <= 2 * max(int(lens.sum()) / (config["TARGET"]), 64) + 64
+            if config["SPLIT"] == 0:
+                tile, whole = config["TILE"], int((-(-lens // config["TILE"])).sum())
+                longest = max(-(-whole // config["TARGET"]) * tile, 2 * config["MIN_SPLIT"] - 1)
+                assert int((items[:, 2] - items[:, 1]).max()) <= longest
+
+
+def test_contexts_of_nearly_one_length_are_cut_alike(device):
+    """A step takes as long as its longest item."""
+    config = KernelConfig.of("split", TILE=32, SPLIT=0, TARGET=64, MIN_SPLIT=64)
+    lens = torch.tensor([32768 + 4 * i for i in range(16)], dtype=torch.int32, device=device)
+    work = attention_plan.workspace(16, 33024, 2, 1, 16, config, device)
+    attention_plan.make_plan(lens, work, 1, config)
+    items = work.plan.cpu()[1 : 1 + int(work.plan[0, 0])]
+    assert int((items[:, 2] - items[:, 1]).max()) <= 8224
+    assert 64 <= len(items) <= 80
 
 
 @pytest.mark.parametrize("device_kb", [(80, 163), (89, 99), (90, 227), (100, 227)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engines.kernels import attention_decode, attention_prefill, attention_rope, norm, rope_kv, sample, silu_mul
+from engines.kernels.jit import next_pow2
 from engines.kernels.offline import CompileJob, compile_jobs
 from tests.kernels.linear_cases import H200
 
@@ -75,11 +76,6 @@ JOBS = {
                            out_ptr="*bf16", **FP8),
     "rope decode fp8, one wide tile": job(attention_rope.rope_decode_kernel, 90, ROPE | {"TILE": 256}, num_warps=8,
                                           num_stages=3, out_ptr="*bf16", **FP8),
-    "rope decode bf16, half the registers": job(attention_rope.rope_decode_kernel, 90, ROPE | UNSCALED | {"TILE": 256},
-                                                num_warps=8, num_stages=2, registers=128, k_ptr="*bf16", v_ptr="*bf16",
-                                                out_ptr="*bf16"),
-    "rope decode fp8, half the registers": job(attention_rope.rope_decode_kernel, 90, ROPE | {"TILE": 128},
-                                               num_warps=8, num_stages=3, registers=128, out_ptr="*bf16", **FP8),
     "prefill bf16": job(attention_prefill.prefill_kernel, 90, HEAD | UNSCALED | NO_ROWS | {"ROWS": 128}, num_warps=8,
                         num_stages=3, k_ptr="*bf16", v_ptr="*bf16", out_ptr="*bf16"),
     "prefill rows": job(attention_prefill.prefill_kernel, 90, HEAD | UNSCALED | {
@@ -162,3 +158,31 @@ def test_no_prefill_overwrites_an_operand_that_is_read():
     assert {name: facts for name, facts in found.items() if isinstance(facts, str)} == {}
     assert {name: facts.overwritten for name, facts in found.items() if facts.overwritten} == {}
     assert sum(facts.count("HGMMA") > 0 for facts in found.values()) > len(found) // 2
+
+
+def decode_jobs(head_dim, gqa):
+    """Every config that an engine may take for decode attention, by what it is."""
+    jobs, live = {}, next_pow2(gqa)
+    for kind, element in (("bf16", 2), ("fp8e4nv", 1)):
+        configs = [config for batch in (1, 8) for config in attention_decode.candidates(
+            head_dim, 16, element, H200, batch=batch)] + [*attention_decode.long_candidates(head_dim, element, H200)]
+        for config in configs:
+            warps, fused = config.num_warps, bool(config["FUSED"])
+            sizes = {"HEAD_DIM": head_dim, "BLOCK_D": next_pow2(head_dim), "GQA": gqa, "LIVE2": live,
+                     "TILE": config["TILE"], "THREADS": 32 * warps,
+                     **attention_decode.merge_options(gqa, next_pow2(head_dim), warps)}
+            sizes |= {"ROWS": max(16, live)} if fused else {"ROWS": max(8 if element == 1 else 16, live),
+                                                            "TAIL": element == 1 or bool(config["TAIL"])}
+            jobs[f"{kind} {head_dim} {gqa} {config}"] = job(
+                attention_rope.rope_decode_kernel if fused else attention_decode.decode_kernel, 90,
+                (ROPE if fused else DECODE) | sizes | (UNSCALED if element == 2 else {}), num_warps=warps,
+                num_stages=config.num_stages, k_ptr=f"*{kind}", v_ptr=f"*{kind}", out_ptr="*bf16")
+    return jobs
+
+
+def test_no_decode_config_spills():
+    jobs = decode_jobs(128, 4) | decode_jobs(128, 7) | decode_jobs(64, 1)
+    found = dict(zip(jobs, compile_jobs(list(jobs.values()), workers=2), strict=True))
+    assert {name: facts for name, facts in found.items() if isinstance(facts, str)} == {}
+    assert {name: (facts.spills, facts.stack) for name, facts in found.items() if facts.spills or facts.stack} == {}
+    assert {name: facts.overwritten for name, facts in found.items() if facts.overwritten} == {}

@@ -20,6 +20,7 @@ _COUNTS = {"steps": "Engine steps.", "preemptions": "Sequences that gave their b
            "prefix_tokens": "Prompt tokens looked up in the prefix cache.",
            "prefix_hit_tokens": "Prompt tokens found there.", "evictions": "Kept blocks that were taken back.",
            "faults": "Sequences that ended in an error.", "tokens_computed": "Tokens that went through the model.",
+           "compiles_while_loading": "Kernels that the build left to be compiled (a bug when not 0).",
            "compiles_after_loading": "Kernels compiled while serving (a bug when not 0)."}
 
 

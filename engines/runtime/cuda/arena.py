@@ -115,12 +115,13 @@ class Arena:
         self.step = StepTensors.allocate(layout, limits.max_batch_size, width, device)
         self.rows = Rows(assignment, layout.tokens, device)
         self.workspace = torch.zeros(max(workspace, 16), dtype=torch.uint8, device=device)
-        #: Work lists of decode attention by bucket and window.
-        self.attention = {bucket: {window: attention_plan.workspace(
+        #: Work lists of decode attention by (bucket, for long contexts) and window.
+        self.attention = {(bucket, long): {window: attention_plan.workspace(
             bucket, limits.max_seq_len, model.num_heads, model.num_kv_heads, model.head_dim,
-            configs.of("attention_decode", bucket), device, window=window)
+            configs.attention(bucket, long), device, window=window)
             for window in sorted({model.window(layer) for layer in range(model.num_layers)})}
-            for bucket in decode_sizes(limits.max_batch_size)}
+            for bucket in decode_sizes(limits.max_batch_size)
+            for long in ((False, True) if configs.long_from(bucket) is not None else (False,))}
         #: The step's own keys and values, for prompts that begin here. Not beside a quantized cache, whose rounding a
         #: prompt must see like everybody, nor in deterministic mode, where one way of summing serves all chunks.
         self.fresh = None if plan.kv.quantized or plan.deterministic else tuple(torch.zeros(

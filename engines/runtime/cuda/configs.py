@@ -14,6 +14,7 @@ class Configs:
     """The KernelTable by Op, shape and step size."""
 
     def __init__(self, plan: Plan) -> None:
+        self._longest = plan.limits.max_seq_len
         self._table: dict[tuple[str, str], list[tuple[int, KernelConfig]]] = {}
         self._shapes: dict[str, str] = {}
         for choice in sorted(plan.kernels, key=lambda choice: choice.max_tokens):
@@ -32,6 +33,16 @@ class Configs:
     def has(self, op: str, shape: str) -> bool:
         """Whether the table has an entry of that shape."""
         return (op, shape) in self._table
+
+    def attention(self, decodes: int, long: bool) -> KernelConfig:
+        """Decode attention's config for so many rows, or that of their graph for ``long`` contexts."""
+        return self.of("attention_decode", decodes, "long" if long else "split")
+
+    def long_from(self, decodes: int) -> int | None:
+        """The context from which a step of so many rows has a graph of its own; None where it never has."""
+        entries = self._table.get(("attention_decode", "long"), [])
+        found = next((config["FROM"] for most, config in entries if decodes <= most), self._longest + 1)
+        return found if found <= self._longest else None
 
     def linear(self, op: Linear, tokens: int) -> KernelConfig:
         return self.of("linear", tokens, linear_shape(op))

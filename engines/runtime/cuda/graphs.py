@@ -2,6 +2,7 @@
 
     decode (b)              prepare, attention plan, all layers, head, sampling for b rows
     body (b)                the same without head and sampling, for rows whose logits are adjusted in between
+    decode, body (b, long)  the same for few rows of which one has a long context, where other attention is faster
     prefill (tokens, rows)  prepare and all layers for short prompts, where launching would take longer than computing
     prompt (tokens, rows)   the same for whole prompts, whose attention needs no cache (see ``ops``)
     head (b)                the output layer and sampling after a prefill or mixed step
@@ -49,20 +50,24 @@ def decode_sizes(max_batch_size: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Key:
-    """Which step a graph is: ``kind`` decode, body, prefill, prompt or head, its tokens and rows."""
+    """Which step a graph is: ``kind`` decode, body, prefill, prompt or head, its tokens and rows; ``long``: see
+    ``Shape``."""
 
     kind: str
     tokens: int
     rows: int
+    long: bool = False
 
 
-def keys(max_batch_size: int, max_num_tokens: int) -> list[Key]:
-    """Every graph of an engine with these limits, largest first."""
+def keys(max_batch_size: int, max_num_tokens: int, has_long: Callable[[int], bool] = lambda rows: False) -> list[Key]:
+    """Every graph of an engine with these limits, largest first. ``has_long``: whether decoding rows have a second
+    one."""
     sizes = decode_sizes(max_batch_size)
     found = [Key(kind, b, b) for kind in ("decode", "body", "head") for b in sizes]
     found += [Key(kind, tokens, rows) for kind, sizes in (("prefill", PREFILL_TOKENS), ("prompt", PROMPT_TOKENS))
               for tokens in sizes if tokens <= max_num_tokens
               for rows in PREFILL_ROWS if rows <= min(tokens, max_batch_size)]
+    found += [Key(kind, b, b, long=True) for kind in ("decode", "body") for b in sizes if has_long(b)]
     return sorted(found, key=lambda key: (-key.tokens, -key.rows, key.kind))
 
 

@@ -17,10 +17,10 @@ from engines.build.buffers import assign
 from engines.build.plan_gpu import block_bytes, workspace_bytes
 from engines.engine import Engine
 from engines.errors import EngineError
-from engines.kernels.compile_ahead import CompileWatch
+from engines.kernels.compile_ahead import CompileWatch, late
 from engines.plan import Limits
 from engines.runtime.cuda.arena import Arena, KVCache
-from engines.runtime.cuda.graphs import Graphs, keys
+from engines.runtime.cuda.graphs import Graphs
 from engines.runtime.cuda.memory import available, free_bytes, release, table
 from engines.runtime.cuda.runner import CudaRunner
 from engines.runtime.cuda.steps import Steps
@@ -46,6 +46,7 @@ class GpuEngine:
         self._may_take = available(plan.memory, plan.device, self._least_blocks * block_bytes(plan))
         self._free_at_start = free_bytes(plan.device)
         self.seconds: dict[str, float] = {}
+        self._late: list[str] = []
         self._lap = time.monotonic()
         self._weights = DeviceWeights(plan, read_weights(engine, self._device), self._device)
         self._clock("read weights")
@@ -116,7 +117,7 @@ class GpuEngine:
     def _warm(self) -> None:
         """Compile what is missing (nothing, where the build did it), then load and run every variant once, on empty
         rows."""
-        with self._on_stream():
+        with self._on_stream(), late() as self._late:
             compile_reachable(self.steps, self._plan.device.capability)
             self._clock("compile")
             for step in self.steps.reachable():
@@ -125,7 +126,7 @@ class GpuEngine:
         self._clock("warm")
 
     def _capture(self) -> None:
-        for key in keys(self._plan.limits.max_batch_size, self._plan.limits.max_num_tokens):
+        for key in self.steps.graph_keys():
             self._graphs.capture(key, lambda key=key: self.steps.launch(key))  # type: ignore[misc]
         torch.cuda.synchronize()
 
@@ -138,9 +139,11 @@ class GpuEngine:
         return self._free_at_start - free
 
     def stats(self) -> dict[str, int]:
-        """Kernels compiled after loading (a bug when not 0), graphs, and steps by how they were launched."""
-        return {"compiles_after_loading": self._watch.count, "graphs": len(self._graphs),
-                "graph_steps": self.runner.graph_steps, "eager_steps": self.runner.eager_steps}
+        """Kernels compiled after loading, or one by one while loading (bugs when not 0), graphs, and steps by how they
+        were launched."""
+        return {"compiles_after_loading": self._watch.count, "compiles_while_loading": len(self._late),
+                "graphs": len(self._graphs), "graph_steps": self.runner.graph_steps,
+                "eager_steps": self.runner.eager_steps}
 
     def close(self) -> None:
         """Free the device. The runner must not be used afterwards."""

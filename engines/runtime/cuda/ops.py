@@ -108,9 +108,9 @@ class Binder:
 
     def plan_attention(self, shape: Shape) -> None:
         """The decode rows' work lists, one for each window that layers have, once a step."""
-        for work in self.arena.attention[shape.decodes].values() if shape.decodes else ():
+        for work in self.arena.attention[shape.decodes, shape.long].values() if shape.decodes else ():
             attention_plan.make_plan(self.arena.step.seq_lens[:shape.decodes], work, self.plan.model.num_kv_heads,
-                                     self.configs.of("attention_decode", shape.decodes))
+                                     self.configs.attention(shape.decodes, shape.long))
 
     def codes(self, quant: ActQuant | None) -> Codes:
         """A program's activation quantization as the kernels take it."""
@@ -226,7 +226,7 @@ class Binder:
         following = self._ahead(op)
 
         def run(shape: Shape) -> None:
-            itself = shape.decodes > 0 and self._rotates_itself(shape.decodes, rope)
+            itself = shape.decodes > 0 and self._rotates_itself(shape, rope)
             if rotate is not None and (shape.prefills or not itself):
                 rotate(shape)
             fused = quant is not None and (plain or (grouped and not shape.prefills))
@@ -239,12 +239,12 @@ class Binder:
                 alone(shape)
         return run
 
-    def _rotates_itself(self, decodes: int, rope: RopeKV | None) -> bool:
+    def _rotates_itself(self, shape: Shape, rope: RopeKV | None) -> bool:
         """Whether decoding rows take the attention kernel that rotates and stores its own token: whole heads, and
         without a norm of theirs."""
         whole = rope is not None and rope.norms is None and (
             self.weights.cos_sin(rope.local).shape[1] == rope.head_dim)
-        return whole and bool(self.configs.of("attention_decode", decodes)["FUSED"])
+        return whole and bool(self.configs.attention(shape.decodes, shape.long)["FUSED"])
 
     def _decode(self, op: Attention, rope: RopeKV | None, target: str, shape: Shape, codes: Codes,
                 following: Sequence[torch.Tensor]) -> None:
@@ -254,8 +254,8 @@ class Binder:
             most = self.configs.of("read_ahead", b, "weights")
             ahead = ReadAhead(following, most["MIB"] << 20, most["DELAY"])
         (k_cache, v_cache), (k_scale, v_scale) = self.cache.layer(op.layer), self.cache.scale(op.layer)
-        tables, work, config = self.arena.step.tables[:b], self.arena.attention[b][op.window], self.configs.of(
-            "attention_decode", b)
+        tables, work = self.arena.step.tables[:b], self.arena.attention[b, shape.long][op.window]
+        config = self.configs.attention(b, shape.long)
         keys: dict[str, Any] = {
             "sm_scale": op.factor, "softcap": op.softcap or 0.0, "k_scale": k_scale, "v_scale": v_scale,
             "pre_quant_scale": codes.pre_quant_scale,

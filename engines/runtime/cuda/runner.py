@@ -106,9 +106,11 @@ class CudaRunner:
         record.write_sampling(sequences)
         self._send(record, writer.finish(size))
         masks = _adjusted(sequences)
-        replayed = self._replay(Key("body" if masks else "decode", size, size))
+        begin = self._steps.long_from(size)
+        long = begin is not None and any(chunk.sequence.computed + 1 >= begin for chunk in chunks)
+        replayed = self._replay(Key("body" if masks else "decode", size, size, long))
         if not replayed:
-            self._steps.body(Shape(size, decodes=size))
+            self._steps.body(Shape(size, decodes=size, long=long))
         if masks or not replayed:
             self._head(size, masks)
         return [chunk if _ends(chunk) else None for chunk in chunks]
@@ -186,8 +188,9 @@ class CudaRunner:
                     self._faults[row] = fault
         self._steps.head(size, mask)
         assert self._unmasked is not None
-        chosen = self._unmasked.gather(1, arena.sampled[:size, None].long().clamp(min=0)).squeeze(1)
-        arena.logprobs[:size] = chosen - torch.logsumexp(self._unmasked, -1)
+        for row in masks:  # one by one: how torch adds up rows depends on their number
+            own = self._unmasked[row]
+            arena.logprobs[row] = own[arena.sampled[row].long().clamp(min=0)] - torch.logsumexp(own, 0)
 
     def _fetch(self, samplers: list[Sequence | None], tokens: torch.Tensor, logprobs: torch.Tensor,
                event: torch.cuda.Event | None) -> Pending:

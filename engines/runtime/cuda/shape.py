@@ -10,13 +10,15 @@ from dataclasses import dataclass
 class Shape:
     """A step's shape: ``tokens`` in all (padded), of which the first rows are ``decodes`` (a bucket, 0: none), then
     ``prefills`` rows from row ``decodes`` on, none of more than ``longest`` new tokens. ``whole``: each of those begins
-    its sequence, so that all the keys it sees are this step's."""
+    its sequence, so that all the keys it sees are this step's. ``long``: attention of the decoding rows as it is best
+    for long contexts (``Configs.long_from``)."""
 
     tokens: int
     decodes: int = 0
     prefills: int = 0
     longest: int = 0
     whole: bool = False
+    long: bool = False
 
     @property
     def rows(self) -> int:

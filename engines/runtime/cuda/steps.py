@@ -72,11 +72,20 @@ class Steps:
         if step.kind in ("decode", "head"):
             self.head(step.rows)
 
+    def long_from(self, rows: int) -> int | None:
+        """``Configs.long_from``."""
+        return self._binder.configs.long_from(rows)
+
+    def graph_keys(self) -> list[Key]:
+        """Every graph of this engine, largest first."""
+        limits = self._plan.limits
+        return keys(limits.max_batch_size, limits.max_num_tokens, lambda rows: self.long_from(rows) is not None)
+
     def reachable(self) -> Iterator[Key | Shape]:
         """Steps that together launch every kernel variant this engine can reach: every graph, then eager prefill at
         every size where some kernel's choice changes."""
         limits = self._plan.limits
-        yield from keys(limits.max_batch_size, limits.max_num_tokens)
+        yield from self.graph_keys()
         cuts = {choice.max_tokens for choice in self._plan.kernels if choice.max_tokens < limits.max_num_tokens}
         sizes = sorted({*cuts, *(cut + 1 for cut in cuts), limits.max_num_tokens})
         for tokens in sizes:
@@ -88,6 +97,6 @@ class Steps:
 
 
 def _shape(key: Key) -> Shape:
-    if key.kind == "decode":
-        return Shape(key.tokens, decodes=key.rows)
+    if key.kind in ("decode", "body"):
+        return Shape(key.tokens, decodes=key.rows, long=key.long)
     return Shape(key.tokens, prefills=key.rows, longest=key.tokens, whole=key.kind == "prompt")
