@@ -27,7 +27,8 @@ PAGE = Path("docs/benchmarks/gpu-h200.md")
 MUST = {"bf16": 4.25, "fp8": 2.55, "int8": 2.45, "int4_awq": 2.4, "int4_awq_a8": 1.7}
 BATCHES = (1, 8, 32, 128, 256)
 PROMPTS = {"ttft {} batch=1 isl=2048": "TTFT of 2048 tokens, ms", "prefill {} batch=8 isl=2048": "8 x 2048, tok/s",
-           "prefill {} batch=32 isl=2048": "32 x 2048, tok/s"}
+           "prefill {} batch=32 isl=2048": "32 x 2048, tok/s",
+           **{f"decode {{}} batch={batch} isl=2048": f"a step behind {batch} x 2048, ms" for batch in (1, 8, 32)}}
 LONG = ((1, 8192), (1, 32768), (16, 8192), (16, 32768))
 #: Names of raw files in the order of the tables -> what they are called there.
 TITLES = {"bf16": "bf16", "fp8": "fp8", "fp8-full": "fp8, `--tune full`", "int8": "int8", "int4_awq": "int4_awq",

@@ -193,7 +193,7 @@ def _score(times: Ordered[float], held: Ordered[float]) -> float:
 
 
 def _switch(bench: StepBench, kernels: list[KernelChoice], size: int) -> tuple[list[KernelChoice], str]:
-    """The table whose graph for long contexts is taken from where it is faster for good, or without that graph."""
+    """The table whose graph for long contexts is taken from where that is best, or without that graph."""
     longest = max(contexts(bench.plan, size))
     lengths = [length for length in SWITCHES if length < longest] + [longest]
     short, long = bench.microseconds(size, kernels, lengths), bench.microseconds(size, kernels, lengths, long=True)
@@ -209,13 +209,14 @@ def _switch(bench: StepBench, kernels: list[KernelChoice], size: int) -> tuple[l
 
 
 def switch(lengths: Ordered[int], short: Ordered[float], long: Ordered[float]) -> int | None:
-    """The first of ascending ``lengths`` from which ``long`` is never slower; None when it is slower at the last."""
-    begin = None
-    for length, one, other in reversed(list(zip(lengths, short, long, strict=True))):
-        if other > one:
-            break
-        begin = length
-    return begin
+    """The one of ascending ``lengths`` from which on ``long`` is to be taken, None for never: with that choice the
+    times are least, each in parts of the better one (one length's noise does not decide)."""
+    best = [min(pair) for pair in zip(short, long, strict=True)]
+
+    def cost(begin: int) -> float:
+        return sum(its / least for its, least in zip([*short[:begin], *long[begin:]], best, strict=True))
+    begin = min(range(len(lengths), -1, -1), key=cost)
+    return lengths[begin] if begin < len(lengths) else None
 
 
 def few_layers(config: Mapping[str, object]) -> dict[str, object]:

@@ -160,12 +160,13 @@ def test_no_prefill_overwrites_an_operand_that_is_read():
     assert sum(facts.count("HGMMA") > 0 for facts in found.values()) > len(found) // 2
 
 
-def decode_jobs(head_dim, gqa):
-    """Every config that an engine may take for decode attention, by what it is."""
+def decode_jobs(head_dim, gqa, *, first=False):
+    """Every config that an engine may take for decode attention (or the ``first`` of each list), by what it is."""
     jobs, live = {}, next_pow2(gqa)
     for kind, element in (("bf16", 2), ("fp8e4nv", 1)):
-        configs = [config for batch in (1, 8) for config in attention_decode.candidates(
-            head_dim, 16, element, H200, batch=batch)] + [*attention_decode.long_candidates(head_dim, element, H200)]
+        lists = [attention_decode.candidates(head_dim, 16, element, H200, batch=batch) for batch in (1, 8)]
+        lists.append(attention_decode.long_candidates(head_dim, element, H200))
+        configs = [config for candidates in lists for config in candidates[:1 if first else None]]
         for config in configs:
             warps, fused = config.num_warps, bool(config["FUSED"])
             sizes = {"HEAD_DIM": head_dim, "BLOCK_D": next_pow2(head_dim), "GQA": gqa, "LIVE2": live,
@@ -181,7 +182,10 @@ def decode_jobs(head_dim, gqa):
 
 
 def test_no_decode_config_spills():
-    jobs = decode_jobs(128, 4) | decode_jobs(128, 7) | decode_jobs(64, 1)
+    """All of the commonest shape, and what is taken untimed of others (tuning drops what is slow)."""
+    jobs = decode_jobs(128, 4)
+    for head_dim, gqa in ((64, 1), (64, 3), (128, 2), (128, 8)):
+        jobs |= decode_jobs(head_dim, gqa, first=True)
     found = dict(zip(jobs, compile_jobs(list(jobs.values()), workers=2), strict=True))
     assert {name: facts for name, facts in found.items() if isinstance(facts, str)} == {}
     assert {name: (facts.spills, facts.stack) for name, facts in found.items() if facts.spills or facts.stack} == {}
