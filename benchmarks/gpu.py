@@ -101,11 +101,14 @@ class Cells:
 
     def decode(self, batches: tuple[int, ...], repeats: int) -> None:
         for batch in batches:
-            first, whole = (seconds(self.llm, batch, 128, osl, repeats) for osl in (1, 128))
-            step = (min(whole) - min(first)) / 127 * 1e3
-            spread = (max(whole) - min(whole)) / 127 * 1e3
-            floor = (self.weights + batch * 192 * self.kv_token) / self.bandwidth * 1e3
-            self.add(f"decode {self.label} batch={batch} isl=128", step, "ms", floor, spread)
+            self._steps(batch, 128, seconds(self.llm, batch, 128, 1, repeats), repeats)
+
+    def _steps(self, batch: int, isl: int, first: list[float], repeats: int) -> None:
+        """The steps behind prompts that take ``first`` seconds."""
+        whole = seconds(self.llm, batch, isl, 128, repeats)
+        floor = (self.weights + batch * (isl + 64) * self.kv_token) / self.bandwidth * 1e3
+        self.add(f"decode {self.label} batch={batch} isl={isl}", (min(whole) - min(first)) / 127 * 1e3, "ms", floor,
+                 (max(whole) - min(whole)) / 127 * 1e3)
 
     def prefill(self, shapes: tuple[tuple[int, int], ...], repeats: int) -> None:
         """Prompts, and after each the steps behind them: vLLM's order. Many prompts in a row take 2 % longer, as the
@@ -116,11 +119,8 @@ class Cells:
                 self.add(f"ttft {self.label} batch=1 isl={isl}", min(times) * 1e3, "ms", None,
                          (max(times) - min(times)) * 1e3)
             self.add(f"prefill {self.label} batch={batch} isl={isl}", batch * isl / min(times), "tok/s")
-            whole = seconds(self.llm, batch, isl, 128, repeats)
-            if isl > 128:  # steps behind short prompts are ``decode``'s
-                floor = (self.weights + batch * (isl + 64) * self.kv_token) / self.bandwidth * 1e3
-                self.add(f"decode {self.label} batch={batch} isl={isl}", (min(whole) - min(times)) / 127 * 1e3, "ms",
-                         floor, (max(whole) - min(whole)) / 127 * 1e3)
+            if isl > 128:  # steps behind shorter ones are ``decode``'s
+                self._steps(batch, isl, times, repeats)
 
     def long(self, shapes: tuple[tuple[int, int], ...]) -> None:
         """The last sequence's own steps: when its first token comes, all are decoding, and are still when it ends."""

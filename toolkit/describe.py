@@ -138,10 +138,11 @@ def _plan_parts(engine: Engine) -> list[RenderableType]:
     for step in plan.fusions:
         fusions.add_row(*[str(value) for value in step.model_dump(mode="json").values()])
     kernels = Table(box=box.SIMPLE_HEAD, pad_edge=False, title="Kernels", title_justify="left")
-    for name in ("op", "shape", "operator", "config"):
+    for name in ("op", "shape", "tokens", "operator", "config"):
         kernels.add_column(name, overflow="fold")
-    for choice in plan.kernels:
-        kernels.add_row(choice.op, choice.shape, choice.impl, str(choice.config or ""))
+    for choice in sorted(plan.kernels, key=lambda choice: choice.op):  # stable: of one Op in the order of its entries
+        up_to = "" if choice.max_tokens >= plan.limits.max_num_tokens else f"<= {choice.max_tokens}"
+        kernels.add_row(choice.op, choice.shape, up_to, choice.impl, str(choice.config or ""))
     limits, memory = plan.limits, plan.memory
     return [Text.assemble((f"{engine.recipe} for {plan.device}", "bold")),
             Text(f"{plan.ops_unfused} operations before fusion, {len(plan.program.ops)} after; computes in "

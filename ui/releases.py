@@ -100,7 +100,8 @@ def _approve(here: Site, rows: list[tuple[str, Row]], held: dict[str, Approved])
             reason = right.text_input("Why may it go?", key="reason", placeholder="Kept in card, statement and log")
             override = st.checkbox("Without a passing verdict; its releases stay marked", key="override",
                                    disabled=row.verdict == "PASS")
-            pressed = st.form_submit_button("Approve", type="primary")
+            # Named, so that what is pressed is what was seen: a choice may be under way when the button is hit.
+            pressed = st.form_submit_button(common.plain(f"Approve {label(row)}"), type="primary")
         if pressed:
             _decide(here, lambda store: approve(store, row.engine_digest, who, reason, override=override),
                     f"{label(row)} is approved.")
@@ -122,7 +123,7 @@ def _publish(here: Site, target: str, rows: list[tuple[str, Row]], held: dict[st
             to = right.text_input("To", target, key="to", help="A folder, a URL such as s3://bucket/path, or "
                                   "hf://owner/name.")
             portable = st.checkbox("With the portable checkpoint too", key="portable")
-            pressed = st.form_submit_button("Publish", type="primary")
+            pressed = st.form_submit_button(common.plain(f"Publish {label(row)}"), type="primary")
         if pressed:
             _go(here, to.strip() or target, row.engine_digest, alias, who, portable)
 

@@ -1,8 +1,8 @@
 """The KernelTable's entries for everything but linears, on a GPU: first candidates, by step size where that matters.
 
 These kernels are bound by latency at decode and by bytes at prefill, and their spaces are small: the first candidate of
-each list is what won on the devices it was timed on (docs/kernels). ``full`` tuning replaces an entry when another one
-is faster in the chain.
+each list is what won on the devices it was timed on (docs/kernels). Tuning replaces an entry when another one is
+faster in the chain.
 """
 
 from __future__ import annotations
@@ -57,9 +57,14 @@ def rotate_themselves(facts: ModelFacts, program: Program) -> bool:
                for op in program.ops if isinstance(op, RopeKV))
 
 
+def taken(choice: KernelChoice, max_seq_len: int) -> bool:
+    """Whether an engine takes the entry: attention for long contexts may begin beyond its longest sequence."""
+    return choice.shape != "long" or (choice.config or {})["meta"]["FROM"] <= max_seq_len
+
+
 def default_table(facts: ModelFacts, program: Program, block_size: int, kv: Grid, device: DeviceFacts,
                   deterministic: bool) -> tuple[KernelChoice, ...]:
-    """One entry an Op, or two where few and many tokens differ."""
+    """One entry an Op and shape, or several where few and many tokens differ."""
     return tuple(_defaults(facts, program, block_size, kv, device, deterministic))
 
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from calib.scheme import Grid, Scheme
 from engines.build.buffers import assign
 from engines.build.gpu_linears import impl_for, shape_of, weight_bytes
-from engines.build.kernel_table import default_table
+from engines.build.kernel_table import default_table, taken
 from engines.device import Device
 from engines.errors import EngineError
 from engines.kernels.impl import KernelConfig
@@ -99,8 +99,8 @@ def make_gpu_plan(config: Mapping[str, object], schemes: Mapping[str, Scheme], k
     check_gpu(spec, schemes, kv, device)
     facts, unfused, program, fusions = fused_program(config, schemes, keys)
     max_seq_len = longest(spec, facts)
-    kernels = (*linears, *(others or default_table(facts, program, spec.block_size, kv, device.facts,
-                                                   spec.deterministic)))
+    entries = others or default_table(facts, program, spec.block_size, kv, device.facts, spec.deterministic)
+    kernels = (*linears, *(choice for choice in entries if taken(choice, max_seq_len)))
     limits = Limits(max_seq_len=max_seq_len, max_batch_size=spec.max_batch_size, max_num_tokens=spec.max_num_tokens,
                     block_size=spec.block_size, num_blocks=1)
     plan = Plan(device=device, model=facts, program=program, fusions=fusions, ops_unfused=len(unfused.ops),

@@ -7,8 +7,8 @@ with some context), captured as a CUDA graph, and one kernel after the other tri
 still at the best known. Linears bring the best few of their own timings. Every candidate is compiled before, so that a
 trial takes some 30 ms; one that wins is measured a second time, beside the best known, before it is believed.
 
-Few sequences have two graphs, for short and for long contexts; each has decode attention of its own, and the context
-from which the second is taken is where it was found to be faster from there on.
+Few sequences have two graphs, for short and for long contexts; each has decode attention of its own, and the second is
+taken from the context where that costs least over all contexts that are timed (``switch``).
 
 Deterministic engines keep their first choices: theirs are constrained over all step sizes.
 """

@@ -109,8 +109,8 @@ _LONG_FROM = 2048
 
 def _fused(sms: int, kv_bytes: int) -> list[dict[str, int]]:
     """Configs of the kernel that rotates and stores its own token: tiles shared by four or eight warps. A short
-    context (256 tokens by tiles of 64 or 256, 384 by tiles of 128) is one item, as adding up partials costs it 5 us; a
-    long one is a wave or two of programs. The last is for little shared memory."""
+    context (up to 448 tokens by tiles of 64, 384 of 128, 256 of 256) is one item, as adding up partials costs it 5 us;
+    a long one is a wave or two of programs. The last is for little shared memory."""
     narrow = [(64, 4, 3, 2 * sms), (64, 4, 3, 4 * sms)]
     wide = [(128, 8, 3), (256, 8, 2), (256, 8, 3)] if kv_bytes == 1 else [(256, 8, 2), (128, 8, 3)]
     shared = [(tile, warps, stages, target) for tile, warps, stages in wide for target in (sms, 2 * sms)]

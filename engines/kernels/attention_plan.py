@@ -5,17 +5,19 @@ at small batch or with mixed lengths (engines that switch by batch size fall off
 reads ``seq_lens`` and writes a list of items, for all layers of the step: no host sync, so the step can be a CUDA
 graph.
 
-* balanced (``SPLIT`` = 0): about ``TARGET`` programs' worth of items, dealt by length, none under ``MIN_SPLIT`` tokens,
-  and none longer than all keys over ``TARGET``: a step takes as long as its longest item (dealt by the share of each
-  context, rounded down, the shortest of 16 contexts of nearly one length was cut in three where the others were in
-  four);
+* balanced (``SPLIT`` = 0): about ``TARGET`` programs' worth of items, dealt by length. An item is no longer than all
+  keys over the target, unless it would be cut into parts under ``MIN_SPLIT`` tokens: a step takes as long as its
+  longest item (dealt by the share of each context, rounded down, the shortest of 16 contexts of nearly one length was
+  cut in three where the others were in four). Where a program fills a multiprocessor (``FUSED``), items are as much
+  longer as it takes for there to be no more than the target: one more would be a second wave;
 * fixed (``SPLIT`` > 0 tokens): item boundaries depend on the sequence alone, so a row's bits do not depend on its batch
   mates (deterministic mode). Its price is the capacity: batch * max_seq_len / SPLIT partials must have room.
 
     plan   int32 [1 + capacity, 8]: row 0 = (items, ...), rows 1.. = (sequence, begin, end, seq_len, split, splits)
 
-Balanced item count: ceil(tiles / ceil(total tiles / target)) each, so at most target + batch in all: the capacity is
-known beforehand. seq_len 0 (a padded row) is one empty item, whose output is zeros.
+Balanced item count: ceil(tiles / q) each, q = ceil(total tiles / target), so at most target + batch in all: the
+capacity is known beforehand. With q = ceil(total tiles / (target - batch + 1)) there are at most target. seq_len 0 (a
+padded row) is one empty item, whose output is zeros.
 """
 
 from __future__ import annotations
@@ -51,21 +53,34 @@ def _first_key(seq_len, QUERY_LEN: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.
 
 
 @triton.jit
-def _split_tiles(tiles, total, target, TILE: tl.constexpr, MIN_SPLIT: tl.constexpr, SPLIT: tl.constexpr):
-    """Tiles per item for a context of ``tiles`` tiles, when all contexts together have ``total``."""
+def _split_tiles(tiles, longest, TILE: tl.constexpr, MIN_SPLIT: tl.constexpr, SPLIT: tl.constexpr):
+    """Tiles per item for a context of ``tiles`` tiles, of which an item takes ``longest``."""
     if SPLIT > 0:
         r = tiles * 0 + SPLIT // TILE
     else:
         most = tl.maximum(tiles // (MIN_SPLIT // TILE), 1)
-        count = tl.cdiv(tiles, tl.maximum(tl.cdiv(total, target), 1))
-        r = tl.cdiv(tiles, tl.minimum(tl.maximum(count, 1), most))
+        r = tl.cdiv(tiles, tl.minimum(tl.maximum(tl.cdiv(tiles, longest), 1), most))
     return tl.maximum(r, 1)
+
+
+@triton.jit
+def _count(seq_lens_ptr, begin, stop, longest, index, TILE: tl.constexpr, MIN_SPLIT: tl.constexpr, SPLIT: tl.constexpr,
+           QUERY_LEN: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr) -> tl.tensor:
+    """Items of the sequences begin .. stop."""
+    items = 0
+    for start in range(begin, stop, CHUNK):
+        known = start + index < stop
+        lens = tl.load(seq_lens_ptr + start + index, mask=known, other=0)
+        tiles = tl.cdiv(lens - _first_key(lens, QUERY_LEN, WINDOW, TILE), TILE)
+        splits = tl.maximum(tl.cdiv(tiles, _split_tiles(tiles, longest, TILE, MIN_SPLIT, SPLIT)), 1)
+        items += tl.sum(tl.where(known, splits, 0), 0)
+    return items
 
 
 @triton.jit(do_not_specialize=["batch", "target", "capacity"], do_not_specialize_on_alignment=["seq_lens_ptr"])
 def plan_kernel(seq_lens_ptr, plan_ptr, batch, target, capacity, CHUNK: tl.constexpr, TILE: tl.constexpr,
                 MIN_SPLIT: tl.constexpr, SPLIT: tl.constexpr, QUERY_LEN: tl.constexpr, WINDOW: tl.constexpr,
-                PDL: tl.constexpr) -> None:
+                WAVE: tl.constexpr, PDL: tl.constexpr) -> None:
     """One program a sequence; each adds up all lengths (a few hundred numbers) and writes its own items."""
     me = tl.program_id(0)
     index = tl.arange(0, CHUNK)
@@ -75,19 +90,17 @@ def plan_kernel(seq_lens_ptr, plan_ptr, batch, target, capacity, CHUNK: tl.const
     for start in range(0, batch, CHUNK):
         lens = tl.load(seq_lens_ptr + start + index, mask=start + index < batch, other=0)
         total += tl.sum(tl.cdiv(lens - _first_key(lens, QUERY_LEN, WINDOW, TILE), TILE), 0)
-    before = 0
-    items = 0
-    for start in range(0, batch, CHUNK):
-        known = start + index < batch
-        lens = tl.load(seq_lens_ptr + start + index, mask=known, other=0)
-        tiles = tl.cdiv(lens - _first_key(lens, QUERY_LEN, WINDOW, TILE), TILE)
-        splits = tl.maximum(tl.cdiv(tiles, _split_tiles(tiles, total, target, TILE, MIN_SPLIT, SPLIT)), 1)
-        before += tl.sum(tl.where(start + index < me, splits, 0), 0)
-        items += tl.sum(tl.where(known, splits, 0), 0)
+    longest = tl.maximum(tl.cdiv(total, target), 1)
+    if WAVE:
+        items = _count(seq_lens_ptr, 0, batch, longest, index, TILE, MIN_SPLIT, SPLIT, QUERY_LEN, WINDOW, CHUNK)
+        fitting = tl.cdiv(total, tl.maximum(target - batch + 1, 1))
+        longest = tl.where(items > target, tl.maximum(fitting, longest), longest)
+    before = _count(seq_lens_ptr, 0, me, longest, index, TILE, MIN_SPLIT, SPLIT, QUERY_LEN, WINDOW, CHUNK)
+    items = before + _count(seq_lens_ptr, me, batch, longest, index, TILE, MIN_SPLIT, SPLIT, QUERY_LEN, WINDOW, CHUNK)
     seq_len = tl.load(seq_lens_ptr + me)
     first = _first_key(seq_len, QUERY_LEN, WINDOW, TILE)
     tiles = tl.cdiv(seq_len - first, TILE)
-    each = _split_tiles(tiles, total, target, TILE, MIN_SPLIT, SPLIT)
+    each = _split_tiles(tiles, longest, TILE, MIN_SPLIT, SPLIT)
     splits = tl.maximum(tl.cdiv(tiles, each), 1)
     tl.store(plan_ptr, tl.minimum(items, capacity))
     for start in range(0, splits, CHUNK):
@@ -168,4 +181,5 @@ def make_plan(seq_lens: torch.Tensor, work: Workspace, num_kv_heads: int, config
         plan_kernel[(work.batch,)](seq_lens, work.plan, work.batch, _target(config, num_kv_heads), work.capacity,
                                    CHUNK=chunk, TILE=config["TILE"], MIN_SPLIT=least,
                                    SPLIT=config["SPLIT"], QUERY_LEN=work.query_len, WINDOW=work.window,
+                                   WAVE=bool(config.get("FUSED")),
                                    **launch_options(KernelConfig("plan", pdl=config.pdl)))

@@ -149,7 +149,8 @@ def compile_variants(variants: Sequence[Variant], capability: int, workers: int 
 
 def _mark(variant: Variant, capability: int) -> Path:
     """The file that says that exactly this was compiled into this cache."""
-    content = json.dumps([triton.__version__, capability, variant.module, variant.name, variant.source, variant.data])
+    content = json.dumps(["settled keys", triton.__version__, capability, variant.module, variant.name, variant.source,
+                          variant.data])
     return Path(triton.knobs.cache.dir) / "compiled-ahead" / hashlib.sha256(content.encode()).hexdigest()[:32]
 
 

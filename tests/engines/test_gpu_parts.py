@@ -30,15 +30,12 @@ from engines.kernels.linear.impls import IMPLS
 from engines.models.decoder import decoder_program
 from engines.models.facts import ModelFacts
 from engines.models.rope import RopeFacts
-from engines.plan import EngineSpec, Plan, fused_program, linear_shape
+from engines.plan import EngineSpec, fused_program, linear_shape
 from engines.program import AddNorm, Attention, Program, RopeKV, reads, writes
 from engines.request import SamplingParams
-from engines.runtime.cuda.configs import Configs
-from engines.runtime.cuda.graphs import PREFILL_TOKENS, Key, decode_sizes, keys, smallest
+from engines.runtime.cuda.graphs import PREFILL_TOKENS, decode_sizes, keys, smallest
 from engines.runtime.cuda.neighbours import attention_groups, fences
 from engines.runtime.cuda.record import HostRecord, Layout, RowWriter, Slots
-from engines.runtime.cuda.shape import Shape
-from engines.runtime.cuda.steps import _shape
 from engines.runtime.sequence import Sequence
 
 A8 = Scheme(weight=INT4.weight, pre_quant_scale=True,
@@ -204,28 +201,6 @@ def test_few_sequences_take_the_kernel_that_rotates_itself_where_it_can(changes:
     assert found["split", 16]["FUSED"] == 0
     assert (found["split", 4].num_warps == 1) == (not fused)
     assert [key for key in found if key[0] == "long"] == [("long", 4)] * fused, "where a long context takes another"
-
-
-def test_few_sequences_have_a_graph_for_long_contexts() -> None:
-    plan = plan_for_long(max_seq_len=2048)
-    configs = Configs(plan)
-    assert [configs.long_from(rows) for rows in (1, 2, 4, 8, 256)] == [2048, 2048, 2048, None, None]
-    assert configs.attention(1, True)["FUSED"] == 0
-    assert configs.attention(1, False)["FUSED"] == 1
-    assert [Configs(plan_for_long(max_seq_len=longest)).long_from(1) for longest in (2047, 2048)] == [None, 2048]
-    found = keys(8, 64, lambda rows: configs.long_from(rows) is not None)
-    assert {(key.kind, key.rows) for key in found if key.long} == {(kind, rows) for kind in ("decode", "body")
-                                                                   for rows in (1, 2, 4)}
-    assert _shape(Key("decode", 4, 4, long=True)) == Shape(4, decodes=4, long=True)
-    assert _shape(Key("body", 4, 4)) == Shape(4, decodes=4), "adjusted rows are decoded by the kernels of all others"
-
-
-def plan_for_long(max_seq_len: int) -> Plan:
-    schemes, by = schemes_for(INT8)
-    spec = EngineSpec(device="cuda", max_seq_len=max_seq_len, max_batch_size=8, max_num_tokens=256, tune="none")
-    program = fused_program(CONFIG, schemes, by)[2]
-    linears = tune_gpu(program, H200, "none", 256, False, None, lambda event: None).choices
-    return make_gpu_plan(CONFIG, schemes, BF16, spec, H200, by, linears)
 
 
 def sequence(number: int, tokens: int, computed: int, blocks: list[int]) -> Sequence:

@@ -126,7 +126,8 @@ def test_fixed_splits_do_not_depend_on_batch_mates(device):
 
 def test_plan_covers_every_token_once(device):
     torch.manual_seed(3)
-    for config in (BALANCED, FIXED, KernelConfig.of("split", TILE=32, SPLIT=0, TARGET=300, MIN_SPLIT=64)):
+    for config in (BALANCED, FIXED, KernelConfig.of("split", TILE=32, SPLIT=0, TARGET=300, MIN_SPLIT=64),
+                   KernelConfig.of("split", TILE=16, SPLIT=0, TARGET=24, MIN_SPLIT=16, FUSED=1)):
         for batch in (1, 7, 19):
             lens = torch.randint(0, 700, (batch,), dtype=torch.int32, device=device)
             work = attention_plan.workspace(batch, 700, 2, 1, 16, config, device)
@@ -144,8 +145,19 @@ def test_plan_covers_every_token_once(device):
                 assert own[1:, 1].equal(own[:-1, 2])
             if config["SPLIT"] == 0:
                 tile, whole = config["TILE"], int((-(-lens // config["TILE"])).sum())
-                longest = max(-(-whole // config["TARGET"]) * tile, 2 * config["MIN_SPLIT"] - 1)
+                target = config["TARGET"] - (batch - 1 if config.get("FUSED") else 0)
+                longest = max(-(-whole // target) * tile, 2 * config["MIN_SPLIT"] - 1)
                 assert int((items[:, 2] - items[:, 1]).max()) <= longest
+
+
+def test_programs_that_fill_a_multiprocessor_are_one_wave(device):
+    """A seventeenth item would wait for one of sixteen."""
+    for fused, items in ((1, 15), (0, 17)):
+        config = KernelConfig.of("split", TILE=128, SPLIT=0, TARGET=16, MIN_SPLIT=256, FUSED=fused)
+        lens = torch.tensor([95 * 128, 65 * 128], dtype=torch.int32, device=device)
+        work = attention_plan.workspace(2, 16384, 2, 1, 16, config, device)
+        attention_plan.make_plan(lens, work, 1, config)
+        assert int(work.plan[0, 0]) == items
 
 
 def test_contexts_of_nearly_one_length_are_cut_alike(device):

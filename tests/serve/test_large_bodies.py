@@ -73,10 +73,10 @@ def _filled(begin: str, entry: str, end: str) -> bytes:
     b'"' + b'\\"' * (LARGE // 2), b'[{:"' * (LARGE // 4)],
     ids=["stop", "ids", "lists", "deep", "fields", "objects", "texts", "no end", "no JSON"])
 def test_the_largest_bodies_are_refused_soon(body) -> None:
-    begin = time.monotonic()
+    begin = time.thread_time()  # the processor's: others may hold the machine
     with pytest.raises(ApiError):
         validated(CompletionRequest, load_json(body, OPTIONS), strict=True).check(OPTIONS)
-    assert time.monotonic() - begin < 2.0  # 0.05 to 0.4 s on two idle cores
+    assert time.thread_time() - begin < 2.0  # 0.05 to 0.4 s on two idle cores
 
 
 def test_texts_may_hold_any_number_of_brackets() -> None:

@@ -93,6 +93,21 @@ def watched(browser):
     opened.quiet()
 
 
+def choose(page, box, option, *, exact=False):
+    """Take an option of a select box; once more where the page was written anew in between, which shuts its list."""
+    from playwright.sync_api import TimeoutError
+
+    for turn in range(6):
+        page.get_by_role("combobox", name=box, exact=exact).click()
+        try:
+            page.get_by_role("option", name=option).click(timeout=15_000)
+            return
+        except TimeoutError:
+            if turn == 5:
+                raise
+            page.keyboard.press("Escape")
+
+
 def push(page, label, key, times):
     """Move a labelled slider by keys, as somebody without a mouse does."""
     thumb = page.get_by_role("slider", name=label)
@@ -120,8 +135,7 @@ def test_choose_an_engine_with_the_sliders(browser, served, watched):
     page.locator(".st-key-recommendation", has_text="bf16 has the best TPOT").wait_for()
     page.wait_for_function("location.search.includes('delta=0.01')")
 
-    page.get_by_role("combobox", name="Cost").click()
-    page.get_by_role("option", name="Size").click()
+    choose(page, "Cost", "Size")
     page.wait_for_function("location.search.includes('cost=Size')")
     page.wait_for_function("document.querySelector('.js-plotly-plot').textContent.includes('Size, MB')")
     page.wait_for_function("!document.querySelector('[data-testid=stStatusWidget]')")
@@ -170,8 +184,7 @@ def test_raise_a_layer_and_export_the_recipe(browser, served, watched, tmp_path)
     page = watched.page
     page.goto(f"{served.address}/layers?format=int4_awq")
     page.get_by_text("+0.0500").wait_for()
-    page.get_by_role("combobox", name="Layers left in 16 bits").click()
-    page.get_by_role("option", name="layer 3").click()
+    choose(page, "Layers left in 16 bits", "layer 3")
     page.get_by_text("+0.0300").wait_for()
     page.keyboard.press("Escape")
     with page.expect_download() as found:
@@ -183,8 +196,7 @@ def test_raise_a_layer_and_export_the_recipe(browser, served, watched, tmp_path)
     other.page.get_by_text("+0.0300").wait_for()
     other.quiet()
 
-    page.get_by_role("combobox", name="Layers raised to 8 bits").click()
-    page.get_by_role("option", name="layer 3").click()
+    choose(page, "Layers raised to 8 bits", "layer 3")
     page.get_by_text("raised to int8").first.wait_for()
     page.keyboard.press("Escape")
     page.wait_for_function("!location.search.includes('kept=') && location.search.includes('raised=layer')")
@@ -248,15 +260,13 @@ def test_approve_publish_and_roll_back(served, watched, full_home):
     for number, engine in enumerate(("fp8", "int8 kv=fp8")):
         page.goto(f"{served.address}/releases")
         page.get_by_text("Approve an engine").click()
-        page.get_by_role("combobox", name="Engine", exact=True).click()
-        page.get_by_role("option", name=re.compile(rf"✓ {re.escape(engine)} · tiny-")).click()
+        choose(page, "Engine", re.compile(rf"✓ {re.escape(engine)} · tiny-"), exact=True)
         page.get_by_label("Why may it go?").fill(f"reason {number}")
-        page.get_by_role("button", name="Approve", exact=True).click()
-        page.get_by_text("is approved.").wait_for()
+        page.get_by_role("button", name=f"Approve {engine}", exact=True).click()
+        page.get_by_text(f"{engine} is approved.").wait_for()
         page.get_by_text("Publish an approved engine").click()
-        page.get_by_role("combobox", name="Approved engine").click()
-        page.get_by_role("option", name=re.compile(rf"^{re.escape(engine)} · tiny-")).click()
-        page.get_by_role("button", name="Publish", exact=True).click()
+        choose(page, "Approved engine", re.compile(rf"^{re.escape(engine)} · tiny-"))
+        page.get_by_role("button", name=f"Publish {engine}", exact=True).click()
         page.get_by_text("names it now").wait_for()
     page.goto(f"{served.address}/releases")
     page.get_by_text("Roll an alias back").click()

@@ -53,7 +53,8 @@ class GpuEngine:
         workspace = workspace_bytes(plan.program, plan.kernels, plan.limits.max_num_tokens)
         self._arena = Arena(plan, assign(plan.program), workspace, self._device)
         self._graphs = Graphs(self._stream)
-        self.limits = self._size_cache()
+        with late() as self._late:
+            self.limits = self._size_cache()
         self.runner = CudaRunner(plan, self._arena, self.steps, self._graphs, self._stream)
         self._weights.done()
         self._watch = CompileWatch()
@@ -117,7 +118,7 @@ class GpuEngine:
     def _warm(self) -> None:
         """Compile what is missing (nothing, where the build did it), then load and run every variant once, on empty
         rows."""
-        with self._on_stream(), late() as self._late:
+        with self._on_stream():
             compile_reachable(self.steps, self._plan.device.capability)
             self._clock("compile")
             for step in self.steps.reachable():

@@ -188,9 +188,9 @@ class CudaRunner:
                     self._faults[row] = fault
         self._steps.head(size, mask)
         assert self._unmasked is not None
+        chosen = self._unmasked.gather(1, arena.sampled[:size, None].long().clamp(min=0)).squeeze(1)
         for row in masks:  # one by one: how torch adds up rows depends on their number
-            own = self._unmasked[row]
-            arena.logprobs[row] = own[arena.sampled[row].long().clamp(min=0)] - torch.logsumexp(own, 0)
+            arena.logprobs[row] = chosen[row] - torch.logsumexp(self._unmasked[row], 0)
 
     def _fetch(self, samplers: list[Sequence | None], tokens: torch.Tensor, logprobs: torch.Tensor,
                event: torch.cuda.Event | None) -> Pending:
