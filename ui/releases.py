@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from datetime import UTC, date, datetime
 
 import streamlit as st
 
 from calib.errors import ToolkitError
-from calib.progress import Progress
-from evals.report import Row
 from evals.tradeoff import label
-from toolkit.approving import APPROVE, WITHDRAW, Approved, approve, standing, withdraw
+from toolkit.approving import APPROVE, WITHDRAW, standing
 from toolkit.audit import AuditEntry
-from toolkit.history import as_of, moves, parse_moment, roll_back, who_am_i
+from toolkit.history import as_of, moves, parse_moment, roll_back
 from toolkit.release import Release, list_releases, read_audit
 from toolkit.report import words
-from toolkit.report.style import SIGNS
-from toolkit.store import RunStore
 from toolkit.target import existing_target, open_target
 from toolkit.verifying import verify_releases
 from ui import common
+from ui.approval import approvals, approve_form, approved_lines, candidates, decide, me, publish_form
 from ui.common import Site
 
 
@@ -37,9 +33,9 @@ def page() -> None:
     if said := st.session_state.pop("said", None):
         notice.success(said)
     if not common.refuse_read_only(here):
-        rows = _rows(here)
-        _approve(here, rows, held)
-        _publish(here, target_name, rows, held)
+        rows = candidates(here)
+        approve_form(here, rows, held)
+        publish_form(here, target_name, rows, held)
     read = _read(target_name)
     releases, log = read or ([], [])
     if releases:
@@ -53,7 +49,7 @@ def page() -> None:
                      "published; here or by two commands.",
                      f"toolkit releases approve ENGINE --reason TEXT --home {here.home.path}",
                      f"toolkit publish ENGINE --to {target_name} --alias production --home {here.home.path}")
-    _approvals(here, held)
+    approvals(here, held)
     _history(here, log, own_log)
 
 
@@ -73,136 +69,6 @@ def _read(target: str) -> tuple[list[Release], list[AuditEntry]] | None:
             return [], []
         st.error(common.plain(f"{error.message}. {error.hint}"))
         return None
-
-
-def _rows(here: Site) -> list[tuple[str, Row]]:
-    """(run, row) of engines that may be approved: judged, and no baseline; the newest first, each engine once."""
-    with here.store() as store:
-        found = [(run.id, one.row) for run in store.runs(12, finished=True) for one in store.rows(run.id)]
-    judged = {row.engine_digest: (run, row) for run, row in reversed(found) if row.verdict not in (None, "BASELINE")}
-    return list(reversed(judged.values()))
-
-
-def _approve(here: Site, rows: list[tuple[str, Row]], held: dict[str, Approved]) -> None:
-    with st.expander("Approve an engine"):
-        if not rows:
-            st.write("No judged engine yet: run a job, or `toolkit gate`.")
-            return
-        names = {f"{SIGNS[row.verdict or 'BASELINE']} {label(row)} · {run}": row for run, row in rows}
-        row = names[st.selectbox("Engine", list(names), key="release-engine", bind="query-params")]
-        st.markdown(f"{common.badge(row.verdict or 'BASELINE')}  {common.plain(row.verdict_reason or '')}")
-        one = held.get(row.engine_digest)  # always a line, so that the form below keeps its place from engine to engine
-        st.caption("Nobody has approved it yet." if one is None else
-                   f"{common.plain(one.who)} approved it on {one.at[:10]}: {common.plain(one.reason)}")
-        with st.form("approve", border=False):
-            left, right = st.columns([1, 2])
-            who = left.text_input("Who approves", _me(), key="who")
-            reason = right.text_input("Why may it go?", key="reason", placeholder="Kept in card, statement and log")
-            override = st.checkbox("Without a passing verdict; its releases stay marked", key="override",
-                                   disabled=row.verdict == "PASS")
-            # Named, so that what is pressed is what was seen: a choice may be under way when the button is hit.
-            pressed = st.form_submit_button(common.plain(f"Approve {label(row)}"), type="primary")
-        if pressed:
-            _decide(here, lambda store: approve(store, row.engine_digest, who, reason, override=override),
-                    f"{label(row)} is approved.")
-
-
-def _publish(here: Site, target: str, rows: list[tuple[str, Row]], held: dict[str, Approved]) -> None:
-    with st.expander("Publish an approved engine"):
-        names = {f"{label(row)} · {run}": row for run, row in rows if row.engine_digest in held}
-        if not names:
-            st.write("No engine is approved yet. Approving says who lets it go and why; publishing copies it.")
-            return
-        row = names[st.selectbox("Approved engine", list(names), key="publish-engine")]
-        one = held[row.engine_digest]
-        st.caption(f"{common.plain(one.who)}, {one.at[:10]}: {common.plain(one.reason)}")
-        with st.form("publish", border=False):
-            left, middle, right = st.columns([1, 1, 2])
-            alias = left.text_input("Alias", "production", key="alias", help="The name that will point at it.")
-            who = middle.text_input("Who publishes", _me(), key="publisher")
-            to = right.text_input("To", target, key="to", help="A folder, a URL such as s3://bucket/path, or "
-                                  "hf://owner/name.")
-            portable = st.checkbox("With the portable checkpoint too", key="portable")
-            pressed = st.form_submit_button(common.plain(f"Publish {label(row)}"), type="primary")
-        if pressed:
-            _go(here, to.strip() or target, row.engine_digest, alias, who, portable)
-
-
-def _approvals(here: Site, held: dict[str, Approved]) -> None:
-    """What is approved now, and taking one back."""
-    if not held:
-        return
-    st.subheader("Approved", anchor=False)
-    lines = _approved_lines(here, held)
-    st.dataframe(lines, hide_index=True, width="stretch", key="approved")
-    common.frame_exports("approved", lines)
-    if here.read_only:
-        return
-    with st.expander("Withdraw an approval"), st.form("withdraw", border=False):
-        names = {f"{line['engine']} · {line['digest']}": digest for line, digest in zip(lines, held, strict=True)}
-        chosen = st.selectbox("Approval", list(names), key="withdraw-engine")
-        left, right = st.columns([1, 2])
-        who = left.text_input("Who", _me(), key="withdraw-who")
-        reason = right.text_input("Why is it withdrawn?", key="withdraw-reason", placeholder="Kept in the log")
-        if st.form_submit_button("Withdraw"):
-            _decide(here, lambda store: withdraw(store, names[chosen], who, reason),
-                    "It is withdrawn. What was published stays until an alias is rolled back.")
-
-
-def _approved_lines(here: Site, held: dict[str, Approved]) -> list[dict[str, str]]:
-    with here.store() as store:
-        found = {engine: store.row_of_engine(engine) for engine in held}
-    return [{"engine": label(known[1].row) if (known := found[engine]) else words.MISSING, "digest": engine[:12],
-             "verdict": f"{one.word} (override)" if one.override else one.word, "policy": one.policy or words.MISSING,
-             "when": one.at[:16].replace("T", " "), "who": one.who, "why": one.reason}
-            for engine, one in held.items()]
-
-
-def _decide(here: Site, act: Callable[[RunStore], object], done: str) -> None:
-    """Do it and show the page anew, or say why it could not be done."""
-    try:
-        with here.store() as store:
-            act(store)
-    except ToolkitError as error:
-        st.error(common.plain(f"{error.message}. {error.hint}"))
-        return
-    st.session_state["said"] = common.plain(done)
-    st.rerun()
-
-
-def _me() -> str:
-    try:
-        return who_am_i()
-    except ToolkitError:
-        return ""
-
-
-def _go(here: Site, target: str, engine: str, alias: str, who: str, portable: bool) -> None:
-    from toolkit.publishing import Wish, publish_anywhere  # brings torch, so only when something is released
-
-    if not who.strip():
-        st.warning("A release needs the name of who publishes it.")
-        return
-    place = st.empty()
-
-    def report(event: Progress) -> None:
-        place.progress(min(1.0, event.done / event.total) if event.total else 0.0, text=common.plain(
-            f"{event.stage} {event.message}"))
-
-    wish = Wish(alias=alias, who=who.strip(), parts=("engine", "checkpoint") if portable else ("engine",))
-    try:
-        with here.store() as store:
-            found = store.resolve(engine)
-            if found is None or not found[1].is_dir():
-                st.error("This engine is not in this home any more.")
-                return
-            done, where = publish_anywhere(here.home, store, found[1], target, wish, report)
-    except ToolkitError as error:
-        place.empty()
-        st.error(common.plain(f"{error.message}. {error.hint}"))
-        return
-    st.session_state["said"] = common.plain(f"Release {done.digest[:12]} is in {where}; {alias} names it now.")
-    st.rerun()
 
 
 def _aliases(releases: list[Release], log: list[AuditEntry]) -> None:
@@ -239,18 +105,12 @@ def _roll_back(here: Site, target: str, releases: list[Release], log: list[Audit
         with st.form("rollback", border=False):
             wanted = st.selectbox("To", list(others), key="rollback-to")
             left, right = st.columns([1, 2])
-            who = left.text_input("Who", _me(), key="rollback-who")
+            who = left.text_input("Who", me(), key="rollback-who")
             reason = right.text_input("Why?", key="rollback-reason", placeholder="Kept in the log")
             pressed = st.form_submit_button("Roll back")
         if pressed and wanted:
-            try:
-                with here.store() as store:
-                    found = roll_back(store, open_target(target), alias, who, reason, others[wanted])
-            except ToolkitError as error:
-                st.error(common.plain(f"{error.message}. {error.hint}"))
-                return
-            st.session_state["said"] = common.plain(f"{alias} names release {found.digest[:12]} now.")
-            st.rerun()
+            decide(here, lambda store: roll_back(store, open_target(target), alias, who, reason, others[wanted]),
+                   lambda release: f"{alias} names release {release.digest[:12]} now.")
 
 
 def _verify(target: str) -> None:
@@ -283,7 +143,7 @@ def _history(here: Site, log: list[AuditEntry], own_log: list[AuditEntry]) -> No
     else:
         st.write("No alias of this target pointed anywhere on that day.")
     if then := standing(own_log, moment):
-        st.dataframe(_approved_lines(here, then), hide_index=True, width="stretch", key="approved-then")
+        st.dataframe(approved_lines(here, then), hide_index=True, width="stretch", key="approved-then")
     else:
         st.write("No engine was approved on that day.")
     _logs("The whole log of this target", "log", log)

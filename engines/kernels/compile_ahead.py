@@ -69,6 +69,17 @@ def settle(function: Any) -> str:
 
 
 @contextmanager
+def _hooked(knobs: Any, name: str, hook: Any) -> Iterator[None]:
+    """One of Triton's hooks, as long as it lasts."""
+    before = getattr(knobs, name)
+    setattr(knobs, name, hook)
+    try:
+        yield
+    finally:
+        setattr(knobs, name, before)
+
+
+@contextmanager
 def collect() -> Iterator[dict[str, Variant]]:
     """Variants that launches inside would compile, by description. Those launches do nothing."""
     found: dict[str, Variant] = {}
@@ -78,12 +89,8 @@ def collect() -> Iterator[dict[str, Variant]]:
         found[f"{fn.module}.{fn.name} {data}"] = Variant(fn.module, fn.name, source, data)
         return True
 
-    runtime = triton.knobs.runtime
-    before, runtime.jit_cache_hook = runtime.jit_cache_hook, hook
-    try:
+    with _hooked(triton.knobs.runtime, "jit_cache_hook", hook):
         yield found
-    finally:
-        runtime.jit_cache_hook = before
 
 
 def _describe(compile: dict[str, Any]) -> str:
@@ -164,12 +171,10 @@ def late() -> Iterator[list[str]]:
         if not cache_hit:
             found.append(src.name)
 
-    compilation = triton.knobs.compilation
-    before, compilation.listener = compilation.listener, listener
     try:
-        yield found
+        with _hooked(triton.knobs.compilation, "listener", listener):
+            yield found
     finally:
-        compilation.listener = before
         if found:
             _LOG.warning("%d kernel variants were compiled one by one: %s", len(found), ", ".join(sorted({*found})))
 

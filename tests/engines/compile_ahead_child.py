@@ -1,5 +1,5 @@
-"""Child of test_gpu_parts: compile one variant for sm_90 without a GPU and see whether a launch would find it; or, with
-an argument, print the cache keys of all kernels, made in the order of their names or ``backwards``."""
+"""Child of test_compile_ahead: compile one variant for sm_90 without a GPU and see whether a launch would find it; or,
+with an argument, print the cache keys of all kernels, made in the order of their names or ``backwards``."""
 
 from __future__ import annotations
 

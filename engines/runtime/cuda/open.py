@@ -46,7 +46,6 @@ class GpuEngine:
         self._may_take = available(plan.memory, plan.device, self._least_blocks * block_bytes(plan))
         self._free_at_start = free_bytes(plan.device)
         self.seconds: dict[str, float] = {}
-        self._late: list[str] = []
         self._lap = time.monotonic()
         self._weights = DeviceWeights(plan, read_weights(engine, self._device), self._device)
         self._clock("read weights")
