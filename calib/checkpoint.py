@@ -29,7 +29,8 @@ from calib.formats.gptq import GptqLayout
 from calib.formats.hf import HFLayout, Shards, read_json
 from calib.formats.modelopt import ModeloptLayout
 from calib.scheme import Grid, Scheme
-from calib.text import TOKENIZER_FILES, Tokenizer
+from calib.text import Tokenizer
+from calib.tokenizer_files import TOKENIZER_FILES
 
 KIND = "quantized-checkpoint"
 FORMAT = 1

@@ -22,7 +22,7 @@ from calib.config import read_config
 from calib.errors import CalibError
 from calib.formats.hf import INDEX, SINGLE, MissingWeightsError
 from calib.layers import family_of, natural_key
-from calib.text import TOKENIZER_FILES
+from calib.tokenizer_files import TOKENIZER_FILES
 
 _WEIGHT_ENDINGS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf")
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from calib.errors import ENVIRONMENT, CalibError
 from calib.formats import gguf
 from calib.formats.hf import read_json
-from calib.text import TOKENIZER_FILES
+from calib.tokenizer_files import TOKENIZER_FILES
 
 
 class ModelNotFoundError(CalibError):

@@ -23,7 +23,6 @@ import functools
 import hashlib
 import json
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -33,12 +32,8 @@ import tokenizers
 from calib.artifact import canonical_json
 from calib.chat_template import ChatTemplate
 from calib.errors import CalibError
-from calib.json_text import parse_object
+from calib.tokenizer_files import COPY, GENERATION, collect, read_json, token_text
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
-                   "chat_template.jinja", "chat_template.json")
-_GENERATION = "generation_config.json"
-_COPY = "Copy the model folder again."
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 #: Characters, or ids, from which on a text is a batch of one: for a batch the library lets the interpreter's lock go.
 _LONG = 2000
@@ -57,70 +52,30 @@ def _byte_of_char() -> dict[str, int]:
     return table
 
 
-def _read_json(files: Mapping[str, bytes], name: str, origin: str) -> dict[str, Any]:
-    return parse_object(files[name], f"{origin}: {name}", CalibError, _COPY) if name in files else {}
-
-
-def _content(names: Mapping[str, Any], key: str) -> str | None:
-    """A special token is written as a string or as {"content": ...}; None where the model has none."""
-    token = names.get(key)
-    if isinstance(token, dict):
-        token = token.get("content")
-    if not isinstance(token, str | None):
-        raise CalibError(f"tokenizer_config.json: {key} is {token!r}, not a text", _COPY)
-    return token or None
-
-
-def _collect(folder: Path) -> dict[str, bytes]:
-    files = {name: (folder / name).read_bytes() for name in (*TOKENIZER_FILES, _GENERATION)
-             if (folder / name).is_file()}
-    if "tokenizer.json" in files:
-        return files
-    if not any((folder / name).is_file() for name in ("tokenizer.model", "vocab.json", "tokenizer_config.json")):
-        raise CalibError(f"{folder} has no tokenizer", "A model folder holds tokenizer.json beside config.json.")
-    return _converted(folder) | {name: data for name, data in files.items() if name == _GENERATION}
-
-
-def _converted(folder: Path) -> dict[str, bytes]:
-    """Let transformers turn an older tokenizer layout into tokenizer.json."""
-    from transformers import AutoTokenizer
-    with tempfile.TemporaryDirectory() as place:
-        try:
-            AutoTokenizer.from_pretrained(folder, trust_remote_code=False).save_pretrained(place)
-        except Exception as error:  # whatever a foreign tokenizer raises, the mend is the same
-            raise CalibError(f"the tokenizer in {folder} cannot be read: {str(error).splitlines()[0]}",
-                             "Save it once with transformers so that the folder has a tokenizer.json.") from error
-        files = {name: (Path(place) / name).read_bytes() for name in TOKENIZER_FILES
-                 if (Path(place) / name).is_file()}
-    if "tokenizer.json" not in files:
-        raise CalibError(f"the tokenizer in {folder} has no fast form", "Only tokenizers with a tokenizer.json work.")
-    return files
-
-
 class Tokenizer:
     """A model's tokenizer. Immutable once opened and safe to share between threads."""
 
     def __init__(self, files: Mapping[str, bytes], origin: str) -> None:
         self._files = dict(files)
         self._origin = origin
-        config = _read_json(files, "tokenizer_config.json", origin)
-        names = _read_json(files, "special_tokens_map.json", origin) | config
+        config = read_json(files, "tokenizer_config.json", origin)
+        names = read_json(files, "special_tokens_map.json", origin) | config
         try:
             self._marked = tokenizers.Tokenizer.from_buffer(files["tokenizer.json"])
             self._plain = tokenizers.Tokenizer.from_buffer(files["tokenizer.json"])
         except Exception as error:
             raise CalibError(f"{origin}: tokenizer.json cannot be read: {error}",
-                             _COPY) from error
+                             COPY) from error
         for backend in (self._marked, self._plain):
             backend.no_truncation()
             backend.no_padding()
         self._plain.encode_special_tokens = True
-        self._byte_level = '"ByteLevel"' in json.dumps(_read_json(files, "tokenizer.json", origin).get("decoder"))
+        self._byte_level = '"ByteLevel"' in json.dumps(read_json(files, "tokenizer.json", origin).get("decoder"))
         added = self._marked.get_added_tokens_decoder()
         self._added = {index: token.content for index, token in added.items()}
         self._bytes: dict[int, bytes] = {}
         self.special_ids: frozenset[int] = frozenset(index for index, token in added.items() if token.special)
-        self._bos, self._eos = _content(names, "bos_token"), _content(names, "eos_token")
+        self._bos, self._eos = token_text(names, "bos_token"), token_text(names, "eos_token")
         self.bos_id: int | None = self._marked.token_to_id(self._bos) if self._bos else None
         self.eos_ids: tuple[int, ...] = self._find_eos_ids()
         self.adds_bos: bool = self._find_adds_bos(config.get("add_bos_token"))
@@ -133,14 +88,14 @@ class Tokenizer:
         #: sha256 over everything that decides ids: tokenizer, its configuration, the template, the end tokens.
         self.digest: str = hashlib.sha256(canonical_json(
             {"eos_ids": list(self.eos_ids), "files": {name: hashlib.sha256(data).hexdigest()
-                                                      for name, data in files.items() if name != _GENERATION}}
+                                                      for name, data in files.items() if name != GENERATION}}
         )).hexdigest()
 
     @classmethod
     def open(cls, folder: Path | str) -> Tokenizer:
         """Open the tokenizer of a model, checkpoint or engine folder. CalibError: there is none, or it is damaged."""
         folder = Path(folder)
-        return cls(_collect(folder), str(folder))
+        return cls(collect(folder), str(folder))
 
     def save(self, folder: Path | str) -> None:
         """Write the tokenizer's files (and generation_config.json, which holds end tokens) into ``folder``."""
@@ -148,24 +103,24 @@ class Tokenizer:
             (Path(folder) / name).write_bytes(data)
 
     def _find_eos_ids(self) -> tuple[int, ...]:
-        declared = _read_json(self._files, _GENERATION, self._origin).get("eos_token_id")
+        declared = read_json(self._files, GENERATION, self._origin).get("eos_token_id")
         found = declared if isinstance(declared, list) else [] if declared is None else [declared]
         if odd := [index for index in found if type(index) is not int or index < 0]:
-            raise CalibError(f"{_GENERATION}: eos_token_id is {odd[0]!r}, which is no token", _COPY)
+            raise CalibError(f"{GENERATION}: eos_token_id is {odd[0]!r}, which is no token", COPY)
         if self._eos:
             index = self._marked.token_to_id(self._eos)
             if index is None:
-                raise CalibError(f"{self._origin}: the end token {self._eos!r} is not in the vocabulary", _COPY)
+                raise CalibError(f"{self._origin}: the end token {self._eos!r} is not in the vocabulary", COPY)
             found = [*found, index]
         return tuple(sorted(set(found)))
 
     def _find_adds_bos(self, declared: Any) -> bool:
         if not isinstance(declared, bool | None):
-            raise CalibError(f"tokenizer_config.json: add_bos_token is {declared!r}, not true or false", _COPY)
+            raise CalibError(f"tokenizer_config.json: add_bos_token is {declared!r}, not true or false", COPY)
         if self.bos_id is None:
             if declared:
                 raise CalibError(f"{self._origin}: a begin token is to be added, and {self._bos!r} is not in the "
-                                 "vocabulary", _COPY)
+                                 "vocabulary", COPY)
             return False
         return self._marked.encode("a").ids[:1] == [self.bos_id] if declared is None else declared
 
@@ -174,13 +129,13 @@ class Tokenizer:
             try:
                 return self._files["chat_template.jinja"].decode()
             except UnicodeDecodeError as error:
-                raise CalibError(f"{self._origin}: chat_template.jinja is not UTF-8", _COPY) from error
-        template = (_read_json(self._files, "chat_template.json", self._origin) | dict(config)).get("chat_template")
+                raise CalibError(f"{self._origin}: chat_template.jinja is not UTF-8", COPY) from error
+        template = (read_json(self._files, "chat_template.json", self._origin) | dict(config)).get("chat_template")
         if isinstance(template, list):  # several named templates: the one for plain chat
             named = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
             template = named[0].get("template") if named else None
         if not isinstance(template, str | None):
-            raise CalibError(f"{self._origin}: the chat template is a {type(template).__name__}, not a text", _COPY)
+            raise CalibError(f"{self._origin}: the chat template is a {type(template).__name__}, not a text", COPY)
         return template
 
     def encode(self, text: str, *, bos: bool = True) -> list[int]:
@@ -234,7 +189,7 @@ class Tokenizer:
         It can for byte-level BPE without a normalizer: no byte that has a token is left out or changed. (A normalizer,
         an added token that strips, or another model's unknown token may stand for any length.)
         """
-        data = _read_json(self._files, "tokenizer.json", self._origin)
+        data = read_json(self._files, "tokenizer.json", self._origin)
         model, split = data.get("model") or {}, data.get("pre_tokenizer") or {}
         steps = split.get("pretokenizers", [split])
         certain = (
